@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from fastapi.routing import APIRoute
 
 from limitforge.catalog.credentials import PREFIXES, Peppers, new_id
 from limitforge.catalog.database.catalog import Catalog
@@ -14,7 +15,9 @@ from limitforge.catalog.database.database import Database
 from limitforge.catalog.model import Tenant, Token
 from limitforge.errors import Forbidden, UnknownKey
 from limitforge.service.admin import authentication
-from limitforge.service.admin.session import AdminSession
+from limitforge.service.admin.app import ROUTE_MODULES
+from limitforge.service.admin.routing import AdminRoute
+from limitforge.service.admin.session import AdminSession, ReadSession
 from tests.catalog.replicas import old_credential
 from tests.service.live_service import NO_TLS, PEPPERS, AdminClient, LiveService, TenantFixture
 from tests.service.problems import assert_problem
@@ -105,6 +108,18 @@ def test_reading_and_writing_require_their_scopes(sqlite_service: LiveService, a
         writer.get("/throttled"),
     ):
         assert_problem(answer, 403, "forbidden", "this token lacks the scope")
+
+
+def test_each_call_requires_a_scope() -> None:
+    """The class of a route requires `write` for all methods except GET, and `ReadSession` requires `read`."""
+    require_read = get_args(ReadSession)[1].dependency
+    routes = [route for module in ROUTE_MODULES for route in module.router.routes]
+    assert len(routes) > 30
+    for route in routes:
+        assert isinstance(route, APIRoute)
+        is_read = any(each.call is require_read for each in route.dependant.dependencies)
+        assert isinstance(route, AdminRoute), route.path
+        assert is_read == (route.methods == {"GET"}), route.path
 
 
 def test_a_token_can_not_grant_more_than_it_has(

@@ -115,10 +115,6 @@ def _read_session(session: Annotated[AdminSession, Depends(_session)]) -> AdminS
     return session
 
 
-def _write_session(session: Annotated[AdminSession, Depends(_session)]) -> AdminSession:
-    session.require_scope(TokenScope.WRITE)
-    return session
-
-
 ReadSession = Annotated[AdminSession, Depends(_read_session)]
-WriteSession = Annotated[AdminSession, Depends(_write_session)]
+WriteSession = Annotated[AdminSession, Depends(_session)]
+"""The session of a call that is not a GET. `AdminRoute` has required the scope `write` before it read the body."""
