@@ -24,7 +24,7 @@ class Announcement(msgspec.Struct, frozen=True):
     revoked: tuple[str, ...] = ()
     """The ids of keys, or of the tenant, that have lost rights."""
     revokes: bool = False
-    """True if anything was revoked or deleted. Such announcements are published first."""
+    """True if `revoked` or `gone` has ids. Such announcements are published first."""
     timeline: int = 0
     change_id: int = 0
     previous_id: int = 0

@@ -439,12 +439,12 @@ def with_changes(entity: AnyEntity, changes: Mapping[str, Any]) -> AnyEntity:
     return build_entity(type(entity), {**current_fields(entity), **changes})
 
 
-def require_settable(kind: type[Entity], fields: Mapping[str, Any]) -> dict[str, Any]:
+def require_settable(entity_type: type[Entity], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields as they are. Raises `InvalidInput` if a caller may not set one of them."""
-    settable = settable_fields(kind)
+    settable = settable_fields(entity_type)
     for field in fields:
         if field not in settable:
-            raise InvalidInput(str(field)[:64], f"is not a field of a {kind.kind}; it has {', '.join(settable)}")
+            raise InvalidInput(str(field)[:64], f"is not a field of a {entity_type.kind}; it has {', '.join(settable)}")
     return dict(fields)
 
 
@@ -461,9 +461,9 @@ def to_public_dict(entity: Entity) -> dict[str, Any]:
     return fields
 
 
-def example_entity(kind: type[Entity]) -> dict[str, Any]:
+def example_entity(entity_type: type[Entity]) -> dict[str, Any]:
     """Return an example of an entity as plain values, for the reference."""
-    return {**example_of(kind), "id": f"{kind.id_prefix}_{_EXAMPLE_ID}"}
+    return {**example_of(entity_type), "id": f"{entity_type.id_prefix}_{_EXAMPLE_ID}"}
 
 
 def to_datetime(now_us: int) -> datetime:

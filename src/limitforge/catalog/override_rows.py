@@ -17,7 +17,7 @@ class OverrideRow(msgspec.Struct, frozen=True):
 
 
 class DeletedOverride(msgspec.Struct, frozen=True):
-    """An override that was deleted. `number` grows with each deletion."""
+    """An override that was deleted. `deletion_number` grows with each deletion."""
 
     deletion_number: int
     resource: str

@@ -50,8 +50,9 @@ def serve(
     Options take precedence over environment variables (LIMITFORGE_PORT, …),
     which take precedence over the file. `limitforge settings` shows all of them.
 
-    SIGHUP replaces the workers without losing a request. SIGTERM finishes the
-    requests in flight and stops.
+    SIGHUP replaces the workers without losing a request. They read the settings
+    file again; a new host, port or number of workers needs a restart. SIGTERM
+    finishes the requests in flight and stops.
 
     Examples:
       limitforge serve

@@ -18,9 +18,9 @@ from limitforge.service.counters.process_counters import ProcessCounters
 from limitforge.service.counters.shared_counters import SharedCounters
 from limitforge.service.counters.throttled import ThrottledTracker
 from limitforge.service.http.asgi import AsgiRouter, Receive, Scope, Send
+from limitforge.service.http.connection_context import ConnectionContext, FastRoute
 from limitforge.service.http.connections import ConnectionRegistry, raise_file_limit
 from limitforge.service.http.health import Health
-from limitforge.service.http.listener import FastRoute, Listener
 from limitforge.service.http.metrics import MetricsEndpoint
 from limitforge.service.http.trusted_proxies import TrustedProxies
 from limitforge.service.settings import Settings
@@ -84,14 +84,14 @@ class Service:
                 MAX_BATCH_BODY_BYTES,
             ),
         }
-        self.listener = Listener(
+        self.connection_context = ConnectionContext(
             authenticator,
             self.counters,
             fast_routes,
             settings.parse_proxies(),
             ConnectionRegistry(raise_file_limit(settings.max_connections)),
         )
-        self.metrics_listener = Listener(
+        self.metrics_context = ConnectionContext(
             authenticator,
             self.counters,
             {},

@@ -8,6 +8,7 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.catalog.live.live_file import LiveFile
+from limitforge.catalog.live.shared_redis import SharedRedis
 from limitforge.catalog.model import TokenScope
 from limitforge.limiter import Limiter
 from limitforge.service.admin.app import create_admin_app
@@ -142,7 +143,7 @@ class FileConfiguration:
 Configuration = DatabaseConfiguration | FileConfiguration
 
 
-def _connect_catalog_redis(store_url: str) -> Any:
+def _connect_catalog_redis(store_url: str) -> SharedRedis | None:
     if store_url.startswith("memory:"):
         return None
     from limitforge.stores.redis.catalog_redis import CatalogRedis

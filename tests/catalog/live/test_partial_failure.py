@@ -206,11 +206,11 @@ async def test_all_tenants_are_compared_although_one_master_is_dead(
                 assert found.limits == {"minute": {"limit": 7}}
             source.read.clear()
             with pytest.raises(PartialFailure):
-                await override_sync.retry_failed_tenants()
+                await override_sync.sync_pending_tenants()
             assert set(source.read) == failure.value.failed
             override_sync.forget_failures()
             with pytest.raises(PartialFailure):
-                await override_sync.retry_failed_tenants()
+                await override_sync.sync_pending_tenants()
             assert set(source.read) == {each.tenant.id for each in (*away, *well)}
         finally:
             dead.restart()

@@ -123,7 +123,8 @@ class _DesiredState:
             for index, key in enumerate(tenant.keys or ())
         }
         existing = {key.id: key for key in await queries.find_where_in(connection, Key, "id", wanted_keys)}
-        deleted_owners = {each.tenant.id for each in state.tenants.values()} - {
+        # This apply deletes the unlisted keys of tenants with a list of keys, and of those that are pruned.
+        tenants_losing_unlisted_keys = {each.tenant.id for each in state.tenants.values()} - {
             state.tenants[each.name].tenant.id for each in tenants if each.keys is None and each.name in state.tenants
         }
         for key_id, wanted in wanted_keys.items():
@@ -133,19 +134,19 @@ class _DesiredState:
                     problem = f"can't be changed from {known.type}; create another key"
                     diagnostics.add(f"{wanted.path}.type", problem)
                 continue
-            if known is not None and known.tenant_id not in deleted_owners:
+            if known is not None and known.tenant_id not in tenants_losing_unlisted_keys:
                 diagnostics.add(f"{wanted.path}.id", "is the id of another tenant's key")
             if wanted.spec.secrets is None:
                 problem = "is required for a new key: `limitforge keys make` generates one"
                 diagnostics.add(f"{wanted.path}.secrets", problem)
-        await self._validate_secrets(connection, wanted_keys, existing, deleted_owners, diagnostics)
+        await self._validate_secrets(connection, wanted_keys, existing, tenants_losing_unlisted_keys, diagnostics)
 
     async def _validate_secrets(
         self,
         connection: AsyncConnection,
         wanted_keys: Mapping[str, "_WantedKey"],
         existing: Mapping[str, Key],
-        deleted_owners: Collection[str],
+        tenants_losing_unlisted_keys: Collection[str],
         diagnostics: Diagnostics,
     ) -> None:
         """Refuse secrets that another key or token of the database has, unless this apply deletes that key first."""
@@ -157,7 +158,7 @@ class _DesiredState:
         }
         kept = {key.id for tenant in self._document.tenants or () for key in tenant.keys or ()}
         for used, (key_id, tenant_id) in (await queries.secret_owners(connection, new)).items():
-            if key_id is None or key_id in kept or tenant_id not in deleted_owners:
+            if key_id is None or key_id in kept or tenant_id not in tenants_losing_unlisted_keys:
                 diagnostics.add(new[used], "is the hash of another key or token")
 
 
@@ -191,7 +192,7 @@ class _BatchWriter:
         self._actor = actor
         self._state = state
         self._revision = revision
-        self._no_other_writes = True  # until another writer commits
+        self._others_have_written = False
         self._done = self._total = 0
         self._on_progress: ProgressCallback | None = None
 
@@ -205,7 +206,7 @@ class _BatchWriter:
         try:
             changes = await self._write(batch)
         except VersionConflict:  # the clean-up may have deleted an expired override, for example
-            self._no_other_writes = False
+            self._others_have_written = True
             changes = await self._write(batch)
         self.changes += changes
         self._done += len(batch.names)
@@ -215,15 +216,15 @@ class _BatchWriter:
         known = {name: self._state.tenants[name] for name in batch.names if name in self._state.tenants}
         changes = batch.changes
         # Prepared before the transaction, so that other writers wait less.
-        writes = EntityChanges(CatalogState(self._state.operator, known), changes, self._actor)
+        entity_changes = EntityChanges(CatalogState(self._state.operator, known), changes, self._actor)
         # A catalog of the command line has no `on_commit`: the outbox relay of a running service publishes the changes.
         async with self._catalog.edit(self._actor) as edit:
-            self._no_other_writes = self._no_other_writes and edit.revision == self._revision + 1
-            if not self._no_other_writes:
+            self._others_have_written = self._others_have_written or edit.revision != self._revision + 1
+            if self._others_have_written:
                 changes, state = await self._desired.compare(edit.connection, edit.now, batch.names)
-                writes = EntityChanges(state, changes, self._actor)
-            await edit.write_changes(writes.changes)
-            await edit.set_default_plans(writes.created_tenants)
+                entity_changes = EntityChanges(state, changes, self._actor)
+            await edit.write_changes(entity_changes.pairs)
+            await edit.set_default_plans(entity_changes.created_tenants)
         self._revision = edit.revision
         return changes
 

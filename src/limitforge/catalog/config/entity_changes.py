@@ -5,7 +5,15 @@ from typing import Any
 
 from limitforge.catalog.config.diff import Action, Change, spec_identity
 from limitforge.catalog.config.export import CatalogState
-from limitforge.catalog.config.specs import KeySpec, OperatorSpec, OverrideSpec, Spec, entity_fields, operator_as_tenant
+from limitforge.catalog.config.specs import (
+    OPERATOR_NAME,
+    KeySpec,
+    OperatorSpec,
+    OverrideSpec,
+    Spec,
+    entity_fields,
+    operator_as_tenant,
+)
 from limitforge.catalog.credentials import new_id
 from limitforge.catalog.model import (
     ENTITY_TYPES,
@@ -41,7 +49,7 @@ _ENTITY_TYPES: Mapping[str, type[Entity]] = {**ENTITY_TYPES, "operator": Tenant}
 
 
 class EntityChanges:
-    """The changes of entities in the order in which they must be written, each as a pair of before and after.
+    """The changes of entities. `pairs` are in the order in which they must be written, each as before and after.
 
     `created_tenants` need their default plans set after all changes are written.
     """
@@ -64,8 +72,8 @@ class EntityChanges:
             elif change.kind == "plan" and change.action is Action.CREATE:
                 self._plans[change.tenant, change.name] = new_id(Plan.id_prefix)
         ordered = sorted(changes, key=lambda change: _WRITE_ORDER.index((change.kind, change.action)))
-        self.changes = [self._before_and_after(change) for change in ordered]
-        self.created_tenants = [after for before, after in self.changes if before is None and isinstance(after, Tenant)]
+        self.pairs = [self._before_and_after(change) for change in ordered]
+        self.created_tenants = [after for before, after in self.pairs if before is None and isinstance(after, Tenant)]
 
     def _before_and_after(self, change: Change) -> tuple[Entity | None, Entity | None]:
         spec = change.after or change.before
@@ -98,7 +106,7 @@ class EntityChanges:
 
 
 def _owner_name(tenant: Tenant) -> str:
-    return "" if tenant.is_operator else tenant.name
+    return OPERATOR_NAME if tenant.is_operator else tenant.name
 
 
 def _entity_identity(entity: Any) -> Hashable:

@@ -12,7 +12,7 @@ from typing import Any
 from limitforge.catalog.announcements import NO_TENANT, Announcement
 from limitforge.catalog.credentials import Credential, Peppers, require_peppers
 from limitforge.catalog.database import catalog_revision, outbox, queries
-from limitforge.catalog.database.change_log import stamp_announcement
+from limitforge.catalog.database.change_recorder import stamp_announcement
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.database.pages import Page
@@ -80,25 +80,27 @@ class Catalog:
             if not self.database.is_sqlite:
                 await outbox.notify_postgres(connection, revision.stamp.revision)
 
-    async def get(self, kind: type[AnyEntity], identity: str) -> AnyEntity:
+    async def get(self, entity_type: type[AnyEntity], identity: str) -> AnyEntity:
         """Return the entity with this id. Raises `NotFound` for an unknown id."""
         async with self.database.reading() as connection:
-            return await queries.get(connection, kind, identity)
+            return await queries.get(connection, entity_type, identity)
 
-    async def get_by_name_or_id(self, kind: type[AnyEntity], name: str, **values: Any) -> AnyEntity:
+    async def get_by_name_or_id(self, entity_type: type[AnyEntity], name: str, **values: Any) -> AnyEntity:
         """Return the entity with this id, or the only one with this name, as `queries.get_by_name_or_id`."""
         async with self.database.reading() as connection:
-            return await queries.get_by_name_or_id(connection, kind, name, **values)
+            return await queries.get_by_name_or_id(connection, entity_type, name, **values)
 
-    async def list_page(self, kind: type[Entity], *, cursor: str | None = None, size: int = 100, **values: Any) -> Page:
+    async def list_page(
+        self, entity_type: type[Entity], *, cursor: str | None = None, size: int = 100, **values: Any
+    ) -> Page:
         """Return a page of entities sorted by name; `values` such as `tenant_id` filter them."""
         async with self.database.reading() as connection:
-            return await queries.list_page(connection, kind, cursor, size, **values)
+            return await queries.list_page(connection, entity_type, cursor, size, **values)
 
-    async def list_for_tenant(self, kind: type[AnyEntity], tenant_id: str) -> list[AnyEntity]:
+    async def list_for_tenant(self, entity_type: type[AnyEntity], tenant_id: str) -> list[AnyEntity]:
         """Return all entities of a tenant, sorted by name."""
         async with self.database.reading() as connection:
-            return await queries.list_for_tenant(connection, kind, tenant_id)
+            return await queries.list_for_tenant(connection, entity_type, tenant_id)
 
     async def tenant_config(self, tenant_id: str) -> TenantConfig:
         """Return the configuration of a tenant. Raises `NotFound` for an unknown id."""

@@ -9,14 +9,14 @@ from limitforge.catalog.history import Stamp, new_change_id
 from limitforge.errors import CatalogError
 
 
-class Revision(msgspec.Struct, frozen=True):
-    """An edit: its point in history, and the id of the edit before it."""
+class EditStamp(msgspec.Struct, frozen=True):
+    """The point in history of an edit, and the id of the edit before it."""
 
     stamp: Stamp
     previous_id: int
 
 
-async def next_revision(connection: AsyncConnection) -> Revision:
+async def next_revision(connection: AsyncConnection) -> EditStamp:
     """Take the next revision. Must be the first statement of an edit: it locks the row, so edits are serialized."""
     table = tables.revision
     following = {"value": table.c.value + 1, "previous_id": table.c.change_id, "change_id": new_change_id()}
@@ -25,7 +25,7 @@ async def next_revision(connection: AsyncConnection) -> Revision:
         raise CatalogError(
             "the table `revision` is empty: insert one row whose value is the highest `tenants.revision`"
         )
-    return Revision(_stamp_of(found), found["previous_id"])
+    return EditStamp(_stamp_of(found), found["previous_id"])
 
 
 async def set_timeline(connection: AsyncConnection, timeline: int) -> None:

@@ -11,8 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id, require_peppers
 from limitforge.catalog.database import outbox, queries, writes
-from limitforge.catalog.database.catalog_revision import Revision
-from limitforge.catalog.database.change_log import ChangeRecorder, changed_entity
+from limitforge.catalog.database.catalog_revision import EditStamp
+from limitforge.catalog.database.change_recorder import ChangeRecorder, changed_entity
 from limitforge.catalog.database.entity_validation import validate_entity
 from limitforge.catalog.database.outbox import OUTBOX_RETENTION
 from limitforge.catalog.model import (
@@ -47,56 +47,67 @@ class Edit:
     """
 
     def __init__(
-        self, connection: AsyncConnection, revision: Revision, *, actor: str, now: datetime, peppers: Peppers | None
+        self, connection: AsyncConnection, edit_stamp: EditStamp, *, actor: str, now: datetime, peppers: Peppers | None
     ) -> None:
         self.connection = connection
-        self.revision = revision.stamp.revision
+        self.revision = edit_stamp.stamp.revision
         self.now = now
         self._actor = actor
         self._peppers = peppers
-        self._changes = ChangeRecorder(revision, actor, now)
+        self._recorder = ChangeRecorder(edit_stamp, actor, now)
         self._tenants_with_changed_policies: set[str] = set()
 
     # --- Any entity --------------------------------------------------------------------------------------------------
 
-    async def create(self, kind: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
+    async def create(self, entity_type: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
         """Create a tenant, plan or policy. Keys, tokens and overrides have methods of their own."""
-        if kind not in (Tenant, Plan, Policy):
-            raise TypeError(f"use the method that creates a {kind.kind}")
-        plan = self._new_plan(fields) if kind is Plan else None
-        entity = self._build_new(kind, require_settable(kind, fields)) if plan is None else cast("AnyEntity", plan)
+        if entity_type not in (Tenant, Plan, Policy):
+            raise TypeError(f"use the method that creates a {entity_type.kind}")
+        plan = self._new_plan(fields) if entity_type is Plan else None
+        entity = (
+            self._build_new(entity_type, require_settable(entity_type, fields))
+            if plan is None
+            else cast("AnyEntity", plan)
+        )
         await validate_entity(self.connection, entity, self.now)
         await writes.insert_entity(self.connection, entity)
         if isinstance(entity, Plan):
             await writes.add_plan_versions(self.connection, [entity], self._actor)
-        await self._add_audit_entry("create", None, entity)
+        await self._record_change("create", None, entity)
         return entity
 
     async def update(
-        self, kind: type[AnyEntity], identity: str, changes: Mapping[str, Any], *, expected_version: int | None = None
+        self,
+        entity_type: type[AnyEntity],
+        identity: str,
+        field_values: Mapping[str, Any],
+        *,
+        expected_version: int | None = None,
     ) -> AnyEntity:
         """Change some fields of an entity. Nothing is written if they have these values already."""
-        before = await self._get(kind, identity, expected_version)
-        if isinstance(before, Plan) and "limits" in changes:
-            changes = {**changes, "limits": normalize_limits(changes["limits"])}
-        if isinstance(before, Override) and isinstance(changes.get("limits"), Mapping):
-            changes = {**changes, "limits": copy_changes(changes["limits"])}
-        after = with_changes(before, changes)
+        before = await self._get(entity_type, identity, expected_version)
+        if isinstance(before, Plan) and "limits" in field_values:
+            field_values = {**field_values, "limits": normalize_limits(field_values["limits"])}
+        if isinstance(before, Override) and isinstance(field_values.get("limits"), Mapping):
+            field_values = {**field_values, "limits": copy_changes(field_values["limits"])}
+        after = with_changes(before, field_values)
         if isinstance(after, Override) and after != before:
             after = msgspec.structs.replace(after, set_by=self._actor)
         if after == before:
             return before
         return await self._replace_one(before, after)
 
-    async def delete(self, kind: type[AnyEntity], identity: str, *, expected_version: int | None = None) -> AnyEntity:
+    async def delete(
+        self, entity_type: type[AnyEntity], identity: str, *, expected_version: int | None = None
+    ) -> AnyEntity:
         """Delete an entity and everything that it owns. Raises `Conflict` for a plan that is in use."""
-        before = await self._get(kind, identity, expected_version)
+        before = await self._get(entity_type, identity, expected_version)
         if isinstance(before, Tenant) and before.is_operator:
             raise Conflict("the operator can't be deleted")
         if isinstance(before, Plan) and (users := await queries.describe_plan_users(self.connection, before)):
             raise Conflict(f"plan {before.name} is still in use by {', '.join(users)}: give them another plan first")
         await writes.delete_entities(self.connection, [before])
-        await self._add_audit_entry("delete", before, None)
+        await self._record_change("delete", before, None)
         return before
 
     # --- Plans -------------------------------------------------------------------------------------------------------
@@ -196,17 +207,17 @@ class Edit:
         if await queries.count_overrides(self.connection, override, self.now) >= MAX_PER_SUBJECT:
             raise Conflict(f"one subject may have at most {MAX_PER_SUBJECT} overrides; delete one, or use '*'")
         await writes.insert_entity(self.connection, override)
-        await self._add_audit_entry("create", None, override)
+        await self._record_change("create", None, override)
         return override
 
     # --- Many at once ------------------------------------------------------------------------------------------------
 
-    async def write_changes(self, changes: Iterable[tuple[Entity | None, Entity | None]]) -> None:
+    async def write_changes(self, entity_pairs: Iterable[tuple[Entity | None, Entity | None]]) -> None:
         """Write changes in their order, each as the entity before and after.
 
         The caller must have validated them; the database's constraints still apply.
         """
-        for (_, action), group in groupby(changes, key=_kind_and_action):
+        for (_, action), group in groupby(entity_pairs, key=_kind_and_action):
             pairs = [(before, self._with_version(before, after)) for before, after in group]
             if action == "create":
                 created = [after for _, after in pairs if after is not None]
@@ -217,7 +228,7 @@ class Edit:
                 await self._replace_all(
                     [(before, after) for before, after in pairs if before is not None and after is not None]
                 )
-            await writes.add_audit_entries(self.connection, [self._changes.record(action, *pair) for pair in pairs])
+            await writes.add_audit_entries(self.connection, [self._recorder.record(action, *pair) for pair in pairs])
 
     async def set_default_plans(self, tenants: Iterable[Tenant]) -> None:
         """Set the default plans of tenants that `write_changes` created before their plans."""
@@ -230,7 +241,7 @@ class Edit:
 
         Return the announcements. `Catalog.edit` calls this before the commit.
         """
-        announcements = self._changes.announcements()
+        announcements = self._recorder.announcements()
         for tenant_id in self._tenants_with_changed_policies:
             policies = await queries.list_for_tenant(self.connection, Policy, tenant_id)
             PolicyMatcher((policy.pattern, policy) for policy in policies)  # refuses patterns that overlap too much
@@ -254,12 +265,12 @@ class Edit:
                 raise
             raise InvalidInput(error.field.removeprefix("limits[0]."), error.problem) from None
 
-    def _build_new(self, kind: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
-        own = {"id": new_id(kind.id_prefix), "created_at": self.now, "updated_at": self.now}
-        return build_entity(kind, {**fields, **own})
+    def _build_new(self, entity_type: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
+        own = {"id": new_id(entity_type.id_prefix), "created_at": self.now, "updated_at": self.now}
+        return build_entity(entity_type, {**fields, **own})
 
-    async def _get(self, kind: type[AnyEntity], identity: str, expected_version: int | None) -> AnyEntity:
-        entity = await queries.get(self.connection, kind, identity)
+    async def _get(self, entity_type: type[AnyEntity], identity: str, expected_version: int | None) -> AnyEntity:
+        entity = await queries.get(self.connection, entity_type, identity)
         self._require_version(entity, expected_version)
         return entity
 
@@ -275,11 +286,11 @@ class Edit:
         after = self._with_version(before, after)
         await validate_entity(self.connection, after, self.now)
         await self._replace_all([(before, after)])
-        await self._add_audit_entry(action, before, after)
+        await self._record_change(action, before, after)
         return after
 
     async def _replace_all(self, pairs: Sequence[tuple[Entity, Entity]]) -> None:
-        """Replace entities of one kind, each given as before and after."""
+        """Replace entities of one type, each given as before and after."""
         if not await writes.replace_entities(self.connection, [after for _, after in pairs]):
             raise VersionConflict(f"this {pairs[0][0].kind} has changed in the meantime: read it again, and retry")
         plans = [after for _, after in pairs if isinstance(after, Plan)]
@@ -309,16 +320,17 @@ class Edit:
         await writes.insert_entity(self.connection, entity)
         if isinstance(entity, Key | Token):
             await writes.replace_secret_hashes(self.connection, entity, self.now)
-        await self._add_audit_entry("create", None, entity)
+        await self._record_change("create", None, entity)
         return entity
 
-    async def _add_audit_entry(self, action: str, before: Entity | None, after: Entity | None) -> None:
+    async def _record_change(self, action: str, before: Entity | None, after: Entity | None) -> None:
+        """Add a change to the audit log and to the announcements of this edit."""
         entity = changed_entity(before, after)
         if isinstance(entity, Policy):
             self._tenants_with_changed_policies.add(entity.tenant_id)
-        await writes.add_audit_entries(self.connection, [self._changes.record(action, before, after)])
+        await writes.add_audit_entries(self.connection, [self._recorder.record(action, before, after)])
 
 
-def _kind_and_action(change: tuple[Entity | None, Entity | None]) -> tuple[str, str]:
-    before, after = change
+def _kind_and_action(entity_pair: tuple[Entity | None, Entity | None]) -> tuple[str, str]:
+    before, after = entity_pair
     return changed_entity(before, after).kind, "create" if before is None else "delete" if after is None else "update"

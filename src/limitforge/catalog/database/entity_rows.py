@@ -40,10 +40,10 @@ TABLES: Mapping[type[Entity], Table] = {
 SECRET_OWNER_COLUMN: Mapping[type[Entity], Any] = {Key: tables.secrets.c.key_id, Token: tables.secrets.c.token_id}
 
 
-def select_entities(kind: type[Entity]) -> Select[Any]:
+def select_entities(entity_type: type[Entity]) -> Select[Any]:
     """Return a query for all entities of a kind; plans are joined with the limits of their current version."""
-    table = TABLES[kind]
-    if kind is Plan:
+    table = TABLES[entity_type]
+    if entity_type is Plan:
         versions = tables.plan_versions
         current = and_(versions.c.plan_id == table.c.id, versions.c.version == table.c.version)
         return select(table, versions.c.limits).join(versions, current)
@@ -51,7 +51,7 @@ def select_entities(kind: type[Entity]) -> Select[Any]:
 
 
 async def fetch_entities(
-    connection: AsyncConnection, kind: type[AnyEntity], query: Select[Any], invalid: dict[str, str] | None = None
+    connection: AsyncConnection, entity_type: type[AnyEntity], query: Select[Any], invalid: dict[str, str] | None = None
 ) -> list[AnyEntity]:
     """Run a query made with `select_entities`, and build its entities.
 
@@ -60,28 +60,32 @@ async def fetch_entities(
     """
     rows = (await connection.execute(query)).mappings().all()
     secrets = (
-        await _secrets(connection, kind, [row["id"] for row in rows]) if rows and kind in SECRET_OWNER_COLUMN else {}
+        await _secrets(connection, entity_type, [row["id"] for row in rows])
+        if rows and entity_type in SECRET_OWNER_COLUMN
+        else {}
     )
-    names = kind.__struct_fields__
+    names = entity_type.__struct_fields__
     found: list[AnyEntity] = []
     for row in rows:
         fields = {name: row[name] for name in names if name in row}
-        if kind in SECRET_OWNER_COLUMN:
+        if entity_type in SECRET_OWNER_COLUMN:
             fields["secrets"] = tuple(secrets.get(row["id"], ()))
-        if kind is Key and row["may_name_plans"] and isinstance(row["scopes"], list):
+        if entity_type is Key and row["may_name_plans"] and isinstance(row["scopes"], list):
             fields["scopes"] = [*row["scopes"], KeyScope.PLANS]
         try:
-            found.append(build_entity(kind, fields))
+            found.append(build_entity(entity_type, fields))
         except InvalidInput as error:
             if invalid is not None:
-                invalid[row["id"]] = row["id"] if kind is Tenant else row["tenant_id"]
+                invalid[row["id"]] = row["id"] if entity_type is Tenant else row["tenant_id"]
                 continue
-            raise CatalogError(f"the database contains an invalid {kind.kind}, {row['id']}: {error}") from error
+            raise CatalogError(f"the database contains an invalid {entity_type.kind}, {row['id']}: {error}") from error
     return found
 
 
-async def _secrets(connection: AsyncConnection, kind: type[Entity], ids: list[str]) -> dict[str, list[SecretHash]]:
-    owner, table = SECRET_OWNER_COLUMN[kind], tables.secrets
+async def _secrets(
+    connection: AsyncConnection, entity_type: type[Entity], ids: list[str]
+) -> dict[str, list[SecretHash]]:
+    owner, table = SECRET_OWNER_COLUMN[entity_type], tables.secrets
     found: dict[str, list[SecretHash]] = {}
     for chunk in chunked(ids):
         newest = (table.c.created_at.desc(), table.c.expires_at.is_not(None), table.c.hash)
@@ -105,7 +109,10 @@ def chunked(values: Iterable[Item]) -> Iterator[list[Item]]:
 
 def secret_hash_rows(entity: Key | Token, at: datetime) -> list[dict[str, Any]]:
     """Return the rows of its secrets. Rows of keys and tokens have the same columns, as a bulk insert needs."""
-    owners = {column.key: entity.id if kind is type(entity) else None for kind, column in SECRET_OWNER_COLUMN.items()}
+    owners = {
+        column.key: entity.id if entity_type is type(entity) else None
+        for entity_type, column in SECRET_OWNER_COLUMN.items()
+    }
     return [
         {"hash": each.hash, "pepper": each.pepper, "expires_at": each.expires_at, "created_at": at, **owners}
         for each in entity.secrets

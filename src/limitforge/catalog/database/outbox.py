@@ -1,4 +1,7 @@
-"""The outbox: announcements of changes, in the order of their revisions, until they are published."""
+"""The outbox: announcements of the edits of the last day, in the order of their revisions.
+
+`published` marks those that were also written to Redis.
+"""
 
 from collections.abc import Iterable
 from datetime import datetime, timedelta

@@ -36,53 +36,57 @@ OVERRIDE_ACTIONS = ("override.create", "override.update", "override.delete")
 _ORDER_COLUMN: Mapping[type[Entity], str] = {Policy: "resource", Override: "subject"}  # the others by name
 
 
-async def find(connection: AsyncConnection, kind: type[AnyEntity], identity: str) -> AnyEntity | None:
+async def find(connection: AsyncConnection, entity_type: type[AnyEntity], identity: str) -> AnyEntity | None:
     """Return the entity with this id, or None."""
     if not is_storable(identity):
         return None
-    rows = await fetch_entities(connection, kind, select_entities(kind).where(TABLES[kind].c.id == identity))
+    rows = await fetch_entities(
+        connection, entity_type, select_entities(entity_type).where(TABLES[entity_type].c.id == identity)
+    )
     return rows[0] if rows else None
 
 
-async def get(connection: AsyncConnection, kind: type[AnyEntity], identity: str) -> AnyEntity:
+async def get(connection: AsyncConnection, entity_type: type[AnyEntity], identity: str) -> AnyEntity:
     """Return the entity with this id. Raises `NotFound` for an unknown id."""
-    entity = await find(connection, kind, identity)
+    entity = await find(connection, entity_type, identity)
     if entity is None:
-        raise NotFound(f"unknown {kind.kind} {short_repr(identity)}")
+        raise NotFound(f"unknown {entity_type.kind} {short_repr(identity)}")
     return entity
 
 
-async def get_by_name_or_id(connection: AsyncConnection, kind: type[AnyEntity], name: str, **values: Any) -> AnyEntity:
+async def get_by_name_or_id(
+    connection: AsyncConnection, entity_type: type[AnyEntity], name: str, **values: Any
+) -> AnyEntity:
     """Return the entity with this id, or the only one with this name; `values` are further columns it must have.
 
     Raises `NotFound` for an unknown name, and `Conflict` if several entities have it.
     """
-    entity = await find(connection, kind, name)
+    entity = await find(connection, entity_type, name)
     if entity is not None and all(getattr(entity, field) == value for field, value in values.items()):
         return entity
-    column = "resource" if kind is Policy else "name"
-    found = [] if kind is Override else await find_by(connection, kind, **{column: name}, **values)
+    column = "resource" if entity_type is Policy else "name"
+    found = [] if entity_type is Override else await find_by(connection, entity_type, **{column: name}, **values)
     if not found:
-        raise NotFound(f"unknown {kind.kind} {short_repr(name)}")
+        raise NotFound(f"unknown {entity_type.kind} {short_repr(name)}")
     if len(found) > 1:
-        raise Conflict(f"{len(found)} {kind.kind} entries are called {name}: pass an id instead")
+        raise Conflict(f"{len(found)} {entity_type.kind} entries are called {name}: pass an id instead")
     return found[0]
 
 
-async def find_by(connection: AsyncConnection, kind: type[AnyEntity], **values: Any) -> list[AnyEntity]:
+async def find_by(connection: AsyncConnection, entity_type: type[AnyEntity], **values: Any) -> list[AnyEntity]:
     """Return the entities with these column values, at most a page of them."""
-    table = TABLES[kind]
+    table = TABLES[entity_type]
     if not are_storable(values):
         return []
     where = [table.c[column] == value for column, value in values.items()]
     return await fetch_entities(
-        connection, kind, select_entities(kind).where(*where).order_by(table.c.id).limit(MAX_PAGE_SIZE)
+        connection, entity_type, select_entities(entity_type).where(*where).order_by(table.c.id).limit(MAX_PAGE_SIZE)
     )
 
 
-async def count(connection: AsyncConnection, kind: type[Entity], **values: Any) -> int:
+async def count(connection: AsyncConnection, entity_type: type[Entity], **values: Any) -> int:
     """Count the entities with these column values."""
-    table = TABLES[kind]
+    table = TABLES[entity_type]
     where = [table.c[column] == value for column, value in values.items()]
     found = await connection.scalar(select(func.count()).select_from(table).where(*where))
     return int(found or 0)
@@ -96,20 +100,22 @@ async def count_overrides(connection: AsyncConnection, override: Override, now: 
     return int(found or 0)
 
 
-async def list_for_tenant(connection: AsyncConnection, kind: type[AnyEntity], tenant_id: str) -> list[AnyEntity]:
+async def list_for_tenant(connection: AsyncConnection, entity_type: type[AnyEntity], tenant_id: str) -> list[AnyEntity]:
     """Return all entities of a tenant, sorted by name."""
-    table = TABLES[kind]
+    table = TABLES[entity_type]
     if not is_storable(tenant_id):
         return []
     ordered = (
-        select_entities(kind).where(table.c.tenant_id == tenant_id).order_by(table.c[_order_column(kind)], table.c.id)
+        select_entities(entity_type)
+        .where(table.c.tenant_id == tenant_id)
+        .order_by(table.c[_order_column(entity_type)], table.c.id)
     )
-    return await fetch_entities(connection, kind, ordered)
+    return await fetch_entities(connection, entity_type, ordered)
 
 
 async def find_where_in(
     connection: AsyncConnection,
-    kind: type[AnyEntity],
+    entity_type: type[AnyEntity],
     column: str,
     values: Iterable[str],
     invalid: dict[str, str] | None = None,
@@ -119,10 +125,10 @@ async def find_where_in(
     An invalid row raises `CatalogError`. If `invalid` is given, invalid rows are left out instead, and it collects
     their ids: row id to tenant id.
     """
-    table, found = TABLES[kind], []
+    table, found = TABLES[entity_type], []
     for chunk in chunked(values):
-        query = select_entities(kind).where(table.c[column].in_(chunk)).order_by(table.c.id)
-        found += await fetch_entities(connection, kind, query, invalid)
+        query = select_entities(entity_type).where(table.c[column].in_(chunk)).order_by(table.c.id)
+        found += await fetch_entities(connection, entity_type, query, invalid)
     return found
 
 
@@ -140,24 +146,24 @@ async def secret_owners(connection: AsyncConnection, hashes: Iterable[str]) -> d
 
 
 async def list_page(
-    connection: AsyncConnection, kind: type[Entity], cursor: str | None, size: int, **values: Any
+    connection: AsyncConnection, entity_type: type[Entity], cursor: str | None, size: int, **values: Any
 ) -> Page:
     """Return a page of entities sorted by name. `values` filter it by columns; None matches any value."""
-    table = TABLES[kind]
-    order, last = table.c[_order_column(kind)], decode_cursor(cursor, 2)
+    table = TABLES[entity_type]
+    order, last = table.c[_order_column(entity_type)], decode_cursor(cursor, 2)
     if not are_storable(values):
         return Page([], None)
-    query = select_entities(kind).order_by(order, table.c.id).limit(validate_page_size(size) + 1)
+    query = select_entities(entity_type).order_by(order, table.c.id).limit(validate_page_size(size) + 1)
     query = query.where(*(table.c[column] == value for column, value in values.items() if value is not None))
-    if kind is Tenant:
+    if entity_type is Tenant:
         query = query.where(table.c.id != OPERATOR)
     if last is not None:
         query = query.where(or_(order > last[0], and_(order == last[0], table.c.id > last[1])))
-    found = await fetch_entities(connection, kind, query)
+    found = await fetch_entities(connection, entity_type, query)
     if len(found) <= size:
         return Page(found, None)
     end = found[size - 1]
-    return Page(found[:size], encode_cursor([getattr(end, _order_column(kind)), end.id]))
+    return Page(found[:size], encode_cursor([getattr(end, _order_column(entity_type)), end.id]))
 
 
 async def tenant_config(connection: AsyncConnection, tenant_id: str) -> TenantConfig | None:
@@ -272,5 +278,5 @@ async def audit_page(
     return Page(entries, encode_cursor([entries[-1].id]) if len(rows) > size else None)
 
 
-def _order_column(kind: type[Entity]) -> str:
-    return _ORDER_COLUMN.get(kind, "name")
+def _order_column(entity_type: type[Entity]) -> str:
+    return _ORDER_COLUMN.get(entity_type, "name")

@@ -263,7 +263,10 @@ outbox = Table(
     Column("published", Boolean, nullable=False),
     Index(None, "published", "revision"),
 )
-"""Changes that are published to other processes. It has no foreign keys, since rows outlive a deleted tenant."""
+"""Announcements of the edits of the last day, for all processes; `change` is an `Announcement`.
+
+It has no foreign keys, since rows outlive a deleted tenant.
+"""
 
 usage = Table(
     "usage",

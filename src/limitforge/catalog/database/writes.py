@@ -26,7 +26,7 @@ async def insert_entity(connection: AsyncConnection, entity: Entity) -> None:
 
 
 async def insert_entities(connection: AsyncConnection, entities: Sequence[Entity], actor: str, at: datetime) -> None:
-    """Insert many entities of one kind, with their plan versions and secrets.
+    """Insert many entities of one type, with their plan versions and secrets.
 
     Default plans of tenants are not set, since the plans do not exist yet: call `set_default_plans` later.
     """
@@ -53,7 +53,7 @@ async def set_default_plans(connection: AsyncConnection, tenants: Iterable[Tenan
 
 
 async def replace_entities(connection: AsyncConnection, entities: Sequence[Entity]) -> bool:
-    """Replace many entities of one kind. Returns False if one was not at the version before its new one."""
+    """Replace many entities of one type. Returns False if one was not at the version before its new one."""
     table = TABLES[type(entities[0])]
     rows = [updatable_columns(each) for each in entities]
     same = and_(table.c.id == bindparam("entity_id"), table.c.version == bindparam("old_version"))
@@ -74,16 +74,16 @@ async def replace_entities(connection: AsyncConnection, entities: Sequence[Entit
 
 
 async def delete_entities(connection: AsyncConnection, entities: Sequence[Entity]) -> None:
-    """Delete entities of one kind, with everything that they own."""
-    kind = type(entities[0])
-    table = TABLES[kind]
+    """Delete entities of one type, with everything that they own."""
+    entity_type = type(entities[0])
+    table = TABLES[entity_type]
     for chunk in chunked(each.id for each in entities):
-        if kind is Tenant:
+        if entity_type is Tenant:
             await _delete_tenant_data(connection, chunk)
-        if kind is Plan:
+        if entity_type is Plan:
             await connection.execute(delete(tables.plan_versions).where(tables.plan_versions.c.plan_id.in_(chunk)))
-        if kind in SECRET_OWNER_COLUMN:
-            await connection.execute(delete(tables.secrets).where(SECRET_OWNER_COLUMN[kind].in_(chunk)))
+        if entity_type in SECRET_OWNER_COLUMN:
+            await connection.execute(delete(tables.secrets).where(SECRET_OWNER_COLUMN[entity_type].in_(chunk)))
         await connection.execute(delete(table).where(table.c.id.in_(chunk)))
 
 

@@ -18,7 +18,7 @@ from limitforge.errors import CatalogError, StoreError
 from limitforge.observability.events import log_event
 
 TENANTS_PER_SLICE = 100  # tenants whose changes are applied together: a revocation may have to wait for them
-MAX_URGENT_TENANTS = 10  # one person changes at most so many at a time; larger revisions come from an apply
+MAX_URGENT_TENANTS = 10  # an edit of more tenants comes from an apply, and may wait
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.background import BackgroundTasks
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.entries import CacheStatus
-from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.change_applier import ChangeApplier
 from limitforge.catalog.live.change_listener import ChangeListener
 from limitforge.catalog.live.database_source import DatabaseSource
@@ -33,6 +32,7 @@ from limitforge.catalog.live.overrides.override_sync import OverrideStore, Overr
 from limitforge.catalog.live.overrides.reconciler import OverrideReconciler, ReconcilerStatus
 from limitforge.catalog.live.publisher import ChangePublisher
 from limitforge.catalog.live.shared_copies import SharedCopies
+from limitforge.catalog.live.shared_redis import SharedRedis
 from limitforge.catalog.live.signing import Signer
 from limitforge.catalog.model import Tenant, to_datetime
 from limitforge.core.clock import Clock, SystemClock
@@ -82,7 +82,7 @@ class LiveCatalog:
         database: Database,
         peppers: Peppers,
         *,
-        catalog_redis: CatalogRedis | None = None,
+        catalog_redis: SharedRedis | None = None,
         override_store: OverrideStore | None = None,
         on_tenant_loaded: Callable[[Tenant], None] | None = None,
         key_prefix: str = "lf",
@@ -137,8 +137,8 @@ class LiveCatalog:
             self._copies,
             clock,
             on_changes=self._wake_relay,
-            on_restored_database_found=self._restored_database_found,
-            on_database_restored=self._database_restored,
+            on_loaded_restored_database=self._loaded_restored_database,
+            on_restore_detected=self._restore_detected,
             on_error=self._database_failed,
         )
         self._publisher: ChangePublisher | None = None
@@ -173,7 +173,7 @@ class LiveCatalog:
         self._background = BackgroundTasks()
         self._wake = asyncio.Event()
         self._full_sync_task: asyncio.Task[None] | None = None
-        self._is_ok = True
+        self._is_database_ok = True
         self._since_us = clock.now_us()
         self._is_redis_unreachable = False
 
@@ -233,11 +233,11 @@ class LiveCatalog:
     def status(self) -> LiveCatalogStatus:
         """Return the status without I/O."""
         cache = self.cache.status()
-        is_ok = self._is_ok and cache.stale_since is None
+        is_ok = self._is_database_ok and cache.stale_since is None
         since = self._since_us / US_PER_SECOND
         return LiveCatalogStatus(
             "ok" if is_ok else "degraded",
-            cache.stale_since if self._is_ok and cache.stale_since is not None else since,
+            cache.stale_since if self._is_database_ok and cache.stale_since is not None else since,
             tuple(sorted(listener.name for listener in self._listeners.values() if listener.is_active)),
             0 if self._history.head is None else self._history.head.revision,
             cache,
@@ -321,8 +321,8 @@ class LiveCatalog:
 
     def _redis_subscribed(self) -> None:
         """Check for missed messages. Redis may also have been replaced or restored."""
-        self._reader.check_redis_head()
-        if not self._is_ok:
+        self._reader.request_redis_head_check()
+        if not self._is_database_ok:
             self.cache.revalidate_all()
         if self._full_sync is not None:
             self._full_sync.request()
@@ -368,11 +368,11 @@ class LiveCatalog:
         if self._relay is not None:
             self._relay.wake()
 
-    def _restored_database_found(self) -> None:
+    def _loaded_restored_database(self) -> None:
         if self._catalog_redis is not None and self._full_sync is not None:
             self._full_sync.request_after_restore()  # the process that began this timeline may have been killed
 
-    def _database_restored(self) -> None:
+    def _restore_detected(self) -> None:
         if self._override_sync is not None:
             self._override_sync.reset()
         if self._full_sync is not None:
@@ -427,8 +427,8 @@ class LiveCatalog:
     # --- Outages ----------------------------------------------------------------------------------------------------
 
     def _database_failed(self, error: CatalogError) -> None:
-        if self._is_ok:
-            self._is_ok, self._since_us = False, self._clock.now_us()
+        if self._is_database_ok:
+            self._is_database_ok, self._since_us = False, self._clock.now_us()
             log_event(
                 _log,
                 logging.WARNING,
@@ -436,13 +436,13 @@ class LiveCatalog:
                 "could not read the database, using copies and cached configuration",
                 error=error,
             )
-        self._reader.check_redis_head()  # another database, or a restored one, may come back
+        self._reader.request_redis_head_check()  # another database, or a restored one, may come back
         self.cache.mark_unreachable()
 
     def _database_recovered(self) -> None:
         self.cache.mark_reachable()
-        if not self._is_ok:
-            self._is_ok, self._since_us = True, self._clock.now_us()
+        if not self._is_database_ok:
+            self._is_database_ok, self._since_us = True, self._clock.now_us()
             log_event(_log, logging.WARNING, "catalog.database_reachable", "the database is reachable again")
 
     def _note_redis_status(self, error: StoreError | None) -> None:

@@ -18,10 +18,10 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.live.background import BackgroundTasks
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.entries import CacheStatus
-from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.file_source import FileContents, FileSource, parse_contents
 from limitforge.catalog.live.overrides.override_sync import OverrideStore, OverrideSync
 from limitforge.catalog.live.overrides.reconciler import OverrideReconciler, ReconcilerStatus
+from limitforge.catalog.live.shared_redis import SharedRedis
 from limitforge.catalog.model import OPERATOR, Tenant, to_datetime
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import US_PER_SECOND
@@ -63,7 +63,7 @@ class LiveFile:
         peppers: Peppers,
         *,
         override_store: OverrideStore | None = None,
-        catalog_redis: CatalogRedis | None = None,
+        catalog_redis: SharedRedis | None = None,
         on_tenant_loaded: Callable[[Tenant], None] | None = None,
         key_prefix: str = "lf",
         clock: Clock | None = None,

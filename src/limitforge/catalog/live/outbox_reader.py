@@ -44,14 +44,14 @@ class OutboxReader:
         clock: Clock,
         *,
         on_changes: Callable[[], None],
-        on_restored_database_found: Callable[[], None],
-        on_database_restored: Callable[[], None],
+        on_loaded_restored_database: Callable[[], None],
+        on_restore_detected: Callable[[], None],
         on_error: Callable[[CatalogError], None],
     ) -> None:
         """`on_changes` is called after changes of other processes were applied, and `on_error` if the database fails.
 
-        `on_restored_database_found` is called at the start if the database was ever restored, and
-        `on_database_restored` when this process detects a restore.
+        `on_loaded_restored_database` is called each time the current state is loaded from a database that was ever
+        restored, and `on_restore_detected` when this process detects a restore.
         """
         self._database = database
         self._catalog = catalog
@@ -61,17 +61,17 @@ class OutboxReader:
         self._copies = copies
         self._clock = clock
         self._on_changes = on_changes
-        self._on_restored_database_found = on_restored_database_found
-        self._on_database_restored = on_database_restored
+        self._on_loaded_restored_database = on_loaded_restored_database
+        self._on_restore_detected = on_restore_detected
         self._on_error = on_error
         self._read_lock = asyncio.Lock()
         self._head_written_us = 0
         self._newest_message: Stamp | None = None
-        self._must_check_head = True
+        self._must_check_redis_head = True
 
-    def check_redis_head(self) -> None:
+    def request_redis_head_check(self) -> None:
         """Compare with the head in Redis at the next `catch_up`: the database may have lost what Redis still has."""
-        self._must_check_head = True
+        self._must_check_redis_head = True
 
     def note_message(self, stamp: Stamp, timeline: int) -> None:
         """Note a revision that a message announced. The database had it, since messages follow the commit."""
@@ -87,10 +87,10 @@ class OutboxReader:
     async def catch_up(self) -> None:
         """Apply all changes since this process last read the outbox, and detect a database that was restored."""
         async with self._read_lock:
-            must_check_head, self._must_check_head = self._must_check_head, False
+            must_check_redis_head, self._must_check_redis_head = self._must_check_redis_head, False
             message = self._newest_message
             try:
-                redis_head = await self.read_redis_head() if must_check_head else None
+                redis_head = await self.read_redis_head() if must_check_redis_head else None
                 if self._history.head is None:
                     await self._load_current_state()
                 while not await self._read_batch():
@@ -100,7 +100,7 @@ class OutboxReader:
                         await self._restart_after_restore(stamp)
                         break
             except BaseException as error:
-                self._must_check_head |= must_check_head
+                self._must_check_redis_head |= must_check_redis_head
                 if isinstance(error, CatalogError):
                     self._on_error(error)
                 raise
@@ -136,15 +136,15 @@ class OutboxReader:
         were read from copies are discarded, since they were never compared with this database.
         """
         async with self._database.reading() as connection:
-            head = await catalog_revision.read_last_stamp(connection)
+            database_head = await catalog_revision.read_last_stamp(connection)
             recent = await outbox.recent_stamps(connection, RECENT_ANNOUNCEMENTS)
             unpublished = [] if self._copies is None else await outbox.unpublished_announcements(connection, 1)
-        self._history.reset(head, recent)
+        self._history.reset(database_head, recent)
         if unpublished:
             first = unpublished[0].announcement
             self._history.move_head_back(first.revision - 1, first.previous_id)
-        if head.timeline:
-            self._on_restored_database_found()
+        if database_head.timeline:
+            self._on_loaded_restored_database()
         self._cache.clear()
 
     async def _read_batch(self) -> bool:
@@ -156,17 +156,19 @@ class OutboxReader:
         if seen is None:
             return True
         async with self._database.reading() as connection:
-            head = await catalog_revision.read_last_stamp(connection)
+            database_head = await catalog_revision.read_last_stamp(connection)
             rows = (
-                [] if head == seen else await outbox.announcements_after(connection, seen.revision, REVISIONS_PER_READ)
+                []
+                if database_head == seen
+                else await outbox.announcements_after(connection, seen.revision, REVISIONS_PER_READ)
             )
-        if head == seen:
+        if database_head == seen:
             return True
         has_gap = not rows or rows[0].revision != seen.revision + 1
         has_other_id = not has_gap and rows[0].previous_id != seen.change_id
         if has_gap and self._history.head != seen:
             return False  # a message or an own change has moved the head meanwhile: read on from there
-        if head.timeline != seen.timeline or head.revision <= seen.revision or has_other_id:
+        if database_head.timeline != seen.timeline or database_head.revision <= seen.revision or has_other_id:
             await self._restart_after_restore(seen)
             return True
         if has_gap:
@@ -179,13 +181,15 @@ class OutboxReader:
             )
             await self._load_current_state()
             return True
-        await self.write_redis_head(head)
+        await self.write_redis_head(database_head)
         await self._applier.apply_or_defer(rows)
         for row in rows:  # rows of older timelines and releases are part of this history
-            is_last = row.revision == head.revision
-            self._history.advance(head if is_last else msgspec.structs.replace(row.stamp, timeline=seen.timeline))
+            is_last = row.revision == database_head.revision
+            self._history.advance(
+                database_head if is_last else msgspec.structs.replace(row.stamp, timeline=seen.timeline)
+            )
         self._on_changes()
-        return rows[-1].revision >= head.revision
+        return rows[-1].revision >= database_head.revision
 
     async def _restart_after_restore(self, lost_stamp: Stamp) -> None:
         """Discard everything, since the database has lost a revision.
@@ -204,7 +208,7 @@ class OutboxReader:
         self._cache.clear()  # before anything else, since that may fail and be retried
         self._applier.clear()
         self._newest_message = None
-        self._on_database_restored()
+        self._on_restore_detected()
         await self._catalog.begin_timeline(lost_stamp.timeline)
         await self._load_current_state()
         await self.write_redis_head(self._history.head)

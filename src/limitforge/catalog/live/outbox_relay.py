@@ -18,8 +18,8 @@ from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.database import outbox
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import PendingAnnouncement
-from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.publisher import ChangePublisher
+from limitforge.catalog.live.shared_redis import SharedRedis
 from limitforge.catalog.model import to_datetime
 from limitforge.core.clock import Clock
 from limitforge.errors import CatalogError, CatalogUnavailable, LimitforgeError, StoreError, StoreUnavailable
@@ -75,7 +75,7 @@ class OutboxRelay:
     def __init__(
         self,
         database: Database,
-        catalog_redis: CatalogRedis,
+        catalog_redis: SharedRedis,
         publisher: ChangePublisher,
         *,
         key_prefix: str,

@@ -9,9 +9,9 @@ from limitforge.catalog.announcements import NO_TENANT, Announcement
 from limitforge.catalog.database import outbox, queries
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.history import RevisionHistory, Stamp
-from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.overrides.override_sync import OverrideSync
 from limitforge.catalog.live.shared_copies import SharedCopies
+from limitforge.catalog.live.shared_redis import SharedRedis
 from limitforge.catalog.live.signing import Signer
 from limitforge.catalog.model import Key
 from limitforge.core.exact import short_repr
@@ -26,7 +26,7 @@ class ChangePublisher:
     def __init__(
         self,
         database: Database,
-        catalog_redis: CatalogRedis,
+        catalog_redis: SharedRedis,
         copies: SharedCopies,
         signer: Signer,
         override_sync: OverrideSync | None,
@@ -34,7 +34,7 @@ class ChangePublisher:
         key_prefix: str,
         history: RevisionHistory,
     ) -> None:
-        self.channel = f"{key_prefix}:%changes"  # releases before MACs use `%catalog`
+        self.channel = f"{key_prefix}:%changes"  # older releases, which did not sign messages, use `%catalog`
         self._database = database
         self._catalog_redis = catalog_redis
         self._copies = copies
@@ -49,9 +49,9 @@ class ChangePublisher:
 
         Copies are written first, so that a process that receives the message finds them. An announcement stays
         unpublished if its tenant is not valid, or if a server fails that has a copy or the overrides of the tenant.
-        Raises `StoreError` or `CatalogError` if any stays unpublished. The order of a tenant's announcements does not
-        matter, since the current state of the database is written and not the change. `on_tenant_synced` is called
-        after the overrides of each tenant were compared, which may take long.
+        Raises `StoreError` or `CatalogError` if any stays unpublished, or if the head was not written. The order of a
+        tenant's announcements does not matter, since the current state of the database is written and not the change.
+        `on_tenant_synced` is called after the overrides of each tenant were compared, which may take long.
         """
         tenants = {each.tenant_id for each in announcements if each.config}
         keys = {key_id for each in announcements for key_id in (*each.keys, *each.gone)}
@@ -62,6 +62,7 @@ class ChangePublisher:
         async with self._database.reading() as connection:
             configs = await queries.tenant_configs(connection, tenants, invalid)
             found = {key.id: key for key in await queries.find_where_in(connection, Key, "id", keys, invalid_keys)}
+        # Tenants with an invalid entry, and invalid keys: their announcements wait.
         failed = {*invalid.values(), *invalid_keys}
         valid = [each for each in announcements if not _concerns(each, failed)]
         new_configs = {tenant_id: configs.get(tenant_id) for tenant_id in tenants - failed}

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from limitforge.catalog.history import Stamp, timeline_number
-from limitforge.catalog.live.catalog_redis import CatalogRedis
+from limitforge.catalog.live.shared_redis import SharedRedis
 from limitforge.catalog.live.signing import Signer
 from limitforge.catalog.model import Key, TenantConfig
 from limitforge.core.clock import Clock, MonotonicClock, SystemClock
@@ -51,7 +51,7 @@ class SharedCopies:
 
     def __init__(
         self,
-        catalog_redis: CatalogRedis,
+        catalog_redis: SharedRedis,
         prefix: str,
         signer: Signer,
         clock: Clock | None = None,

@@ -17,8 +17,8 @@ from uvicorn.server import ServerState
 
 from limitforge.errors import LimitforgeError
 from limitforge.observability.events import log_event
+from limitforge.service.http.connection_context import ConnectionContext
 from limitforge.service.http.framing import InputBuffer
-from limitforge.service.http.listener import Listener
 from limitforge.service.http.pipelined_request import PipelinedRequest
 from limitforge.service.http.request_head import head_too_large
 from limitforge.service.problems import HttpError
@@ -47,7 +47,7 @@ class BoundedConnection(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        listener: Listener,
+        context: ConnectionContext,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         # The state of the requests. The subclass keeps it up to date. This class reads it, and resets some of it.
@@ -69,7 +69,7 @@ class BoundedConnection(HttpToolsProtocol):
 
         # The state of the connection. Of it, the subclass sets only `_receiving_since` and `_is_active`.
         self.buffered_bytes = 0
-        self._listener = listener
+        self._context = context
         self._input = InputBuffer()
         self._is_parsing = False
         self._is_shutting_down = False
@@ -101,14 +101,14 @@ class BoundedConnection(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._idle_since = self.loop.time()
         self._timer = self.loop.call_later(TIMEOUT_CHECK_SECONDS, self._check_timeouts)
-        self._listener.connections.add(self)
-        if self._listener.is_shutting_down:  # uvicorn has already asked all other connections to shut down
+        self._context.connections.add(self)
+        if self._context.is_shutting_down:  # uvicorn has already asked all other connections to shut down
             self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._listener.connections.remove(self)
+        self._context.connections.remove(self)
         self._requests.clear()
         self.pipeline.clear()
         self._receiving = None
@@ -221,11 +221,11 @@ class BoundedConnection(HttpToolsProtocol):
     def _report_buffered(self) -> None:
         """Report to the registry how many bytes this connection holds."""
         if self._is_evicted:
-            self._listener.connections.set_buffered(self, 0)
+            self._context.connections.set_buffered(self, 0)
             return
         unsent = self.transport.get_write_buffer_size() if self.flow.write_paused else 0
         body = self._asgi_bytes if self._receiving is None else self._asgi_bytes + self._receiving.size
-        self._listener.connections.set_buffered(self, unsent + self._input.size + body)
+        self._context.connections.set_buffered(self, unsent + self._input.size + body)
 
     def evict(self) -> None:
         """Free what the connection holds, and close it. A client that reads its responses receives a 503 first."""

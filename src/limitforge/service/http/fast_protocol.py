@@ -17,9 +17,9 @@ from limitforge.service.checks.body_sizes import MAX_BODY_BYTES, SMALL_BODY_BYTE
 from limitforge.service.checks.request_credentials import Credentials, read_api_key
 from limitforge.service.checks.responses import Response, problem_response
 from limitforge.service.http.bounded_connection import BoundedConnection, ParsingStopped, overloaded
+from limitforge.service.http.connection_context import ConnectionContext
 from limitforge.service.http.framing import MAX_CHUNKS, MAX_FIELDS
 from limitforge.service.http.head_cache import CachedHead
-from limitforge.service.http.listener import Listener
 from limitforge.service.http.pipelined_request import PipelinedRequest
 from limitforge.service.http.request_head import head_too_large, remove_upgrade, validate_head
 from limitforge.service.problems import HttpError
@@ -51,9 +51,9 @@ class FastHttpProtocol(BoundedConnection):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        listener: Listener,
+        context: ConnectionContext,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop, listener=listener)
+        super().__init__(config, server_state, app_state, _loop, context=context)
         self._cached_head: CachedHead | None = None
         self._reusable_request: tuple[PipelinedRequest, Callable[[Response], None]] | None = None
         """One object that serves all requests with the cached head, and its callback."""
@@ -109,7 +109,7 @@ class FastHttpProtocol(BoundedConnection):
             cycle.message_event.set()
         request = self._receiving
         if request is None:
-            request = PipelinedRequest(self._listener.response_counter("unreadable"), _ignore, 0, ANONYMOUS)
+            request = PipelinedRequest(self._context.response_counter("unreadable"), _ignore, 0, ANONYMOUS)
             self._requests.append(request)
         self._receiving = request
         request.is_rejected = request.close = True
@@ -154,7 +154,7 @@ class FastHttpProtocol(BoundedConnection):
             self._reject(HttpError(400, "malformed_request", "upgrade: other protocols are not supported"))
             return
         self._is_last_request = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
-        route = self._listener.find_route(self.url)
+        route = self._context.find_route(self.url)
         if route is None or self.parser.get_method() != b"POST" or self._is_asgi_busy:
             self._begin_asgi_request()
             return
@@ -164,10 +164,10 @@ class FastHttpProtocol(BoundedConnection):
         try:
             api_key = read_api_key(self.headers, request.max_body_bytes)
             request.credentials = Credentials.from_key(api_key, self._client_ip())
-            caller = self._listener.authenticator.find_cached(request.credentials.fingerprint)
+            caller = self._context.authenticator.find_cached(request.credentials.fingerprint)
             self.owner = b"" if caller is None else request.credentials.fingerprint
             if caller is None and not 0 <= body_length <= SMALL_BODY_BYTES:
-                self._listener.authenticator.reject_unknown_key(request.credentials)  # before its body is received
+                self._context.authenticator.reject_unknown_key(request.credentials)  # before its body is received
         except (HttpError, UnknownKey) as error:
             self._reject(error)
             return
@@ -176,7 +176,7 @@ class FastHttpProtocol(BoundedConnection):
 
     def _client_ip(self) -> str:
         peer = "" if self.client is None else self.client[0]
-        return self._listener.proxies.client_address(peer, self.headers)
+        return self._context.proxies.client_address(peer, self.headers)
 
     def on_chunk_header(self) -> None:
         self._input.chunks += 1
@@ -217,7 +217,7 @@ class FastHttpProtocol(BoundedConnection):
         self._receiving = None
         if request.is_rejected:
             return
-        if not self.owner and not self._listener.connections.admit_lookup(request):
+        if not self.owner and not self._context.connections.admit_lookup(request):
             self._receiving = request
             self._reject(overloaded())
             return
@@ -279,7 +279,7 @@ class FastHttpProtocol(BoundedConnection):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._is_queued = True
-        self._listener.connections.starts.add(partial(self._start_now, cycle, app))
+        self._context.connections.starts.add(partial(self._start_now, cycle, app))
 
     def _start_now(self, cycle: Any, app: Any) -> None:
         if self.transport.is_closing() or cycle.disconnected:
@@ -312,7 +312,7 @@ class FastHttpProtocol(BoundedConnection):
         requests = self._requests
         if request.size:
             self._queued_bytes -= request.size
-            self._listener.connections.release_lookup(request)
+            self._context.connections.release_lookup(request)
             request.size = 0
             self._report_buffered()
         # The most frequent case: the only request of a connection that stays open.
@@ -352,13 +352,13 @@ class FastHttpProtocol(BoundedConnection):
         self._resume_input()
 
     def _write_response(self, response: Response, *, close: bool) -> None:
-        body, listener = response.body, self._listener
+        body, context = response.body, self._context
         default_headers = self.server_state.default_headers
         head = None
-        if default_headers is listener.default_headers:
-            head = listener.response_heads.get((response.status, response.content_type))
+        if default_headers is context.default_headers:
+            head = context.response_heads.get((response.status, response.content_type))
         if head is None:
-            head = listener.build_response_head(response, default_headers)
+            head = context.build_response_head(response, default_headers)
         if close or len(body) >= len(CONTENT_LENGTH_LINES):
             length = b"content-length: %d\r\n%b\r\n" % (len(body), CONNECTION_CLOSE if close else b"")
         else:

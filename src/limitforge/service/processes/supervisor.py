@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerStartFailed(LimitforgeError):
-    """A worker ended before it was ready."""
+    """A worker ended, or took too long, before it was ready."""
 
 
 class WorkerProcess:
@@ -129,7 +129,10 @@ class Supervisor:
         self._workers = [self._spawn() for _ in range(self._worker_count)]
         for worker in self._workers:
             if not worker.wait_until_ready(lambda: self._is_stopping) and not self._is_stopping:
-                raise WorkerStartFailed("a worker did not start; its error is in the lines before this one")
+                raise WorkerStartFailed(
+                    f"a worker ended or was not ready within {START_SECONDS:.0f} s; "
+                    "if it reported an error, it is in the lines before this one"
+                )
 
     def _supervise_once(self) -> None:
         """Wait for a signal, at most a second, then reload and restart workers as needed."""
@@ -166,7 +169,9 @@ class Supervisor:
             log_event(_log, logging.INFO, "service.reloaded", "new workers have taken over", workers=len(new_workers))
         else:
             old_workers = new_workers  # they are stopped instead
-            message = "new workers did not start, the old ones continue; the error is in the lines before this one"
+            message = (
+                "new workers ended or were not ready in time, the old ones continue; any error is in the lines before"
+            )
             log_event(_log, logging.ERROR, "service.reload_failed", message)
         self._stopping_workers += old_workers
         for worker in old_workers:

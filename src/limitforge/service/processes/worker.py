@@ -17,8 +17,8 @@ import uvicorn
 
 from limitforge.errors import InvalidInput, LimitforgeError
 from limitforge.service.app import Service
+from limitforge.service.http.connection_context import ConnectionContext
 from limitforge.service.http.fast_protocol import FastHttpProtocol
-from limitforge.service.http.listener import Listener
 from limitforge.service.log_setup import configure_logging
 from limitforge.service.processes.memory import MemoryWatch
 from limitforge.service.settings import Settings, load_settings
@@ -30,7 +30,7 @@ EXIT_FAILED = 2
 def uvicorn_config(service: Service, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         service,
-        http=_protocol_factory(service.listener),
+        http=_protocol_factory(service.connection_context),
         ws="none",
         lifespan="on",
         access_log=False,
@@ -44,20 +44,20 @@ def uvicorn_config(service: Service, settings: Settings) -> uvicorn.Config:
     )
 
 
-def _protocol_factory(listener: Listener) -> type[asyncio.Protocol]:
+def _protocol_factory(context: ConnectionContext) -> type[asyncio.Protocol]:
     """Return the factory of protocols. uvicorn expects a class, and calls it once for each connection."""
-    return cast("type[asyncio.Protocol]", partial(FastHttpProtocol, listener=listener))
+    return cast("type[asyncio.Protocol]", partial(FastHttpProtocol, context=context))
 
 
 class GracefulServer(uvicorn.Server):
     """Shuts down every connection, even one that asyncio hands over after the shutdown began."""
 
-    def __init__(self, config: uvicorn.Config, listener: Listener) -> None:
+    def __init__(self, config: uvicorn.Config, context: ConnectionContext) -> None:
         super().__init__(config)
-        self._listener = listener
+        self._context = context
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._listener.is_shutting_down = True
+        self._context.is_shutting_down = True
         await super().shutdown(sockets)
 
 
@@ -73,7 +73,7 @@ class WorkerServer(GracefulServer):
         parent_fd: int | None = None,
     ) -> None:
         """`parent_fd` is a file descriptor that becomes readable when the parent process ends."""
-        super().__init__(uvicorn_config(service, settings), service.listener)
+        super().__init__(uvicorn_config(service, settings), service.connection_context)
         self._on_ready = on_ready
         self._memory = MemoryWatch()
         self._parent_fd = parent_fd
@@ -112,7 +112,7 @@ class MetricsServer(GracefulServer):
         super().__init__(
             uvicorn.Config(
                 service.metrics,
-                http=_protocol_factory(service.metrics_listener),
+                http=_protocol_factory(service.metrics_context),
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -121,7 +121,7 @@ class MetricsServer(GracefulServer):
                 log_config=None,
                 timeout_graceful_shutdown=1,
             ),
-            service.metrics_listener,
+            service.metrics_context,
         )
         self._metrics_socket = metrics_socket
         self._serve_task: asyncio.Task[None] | None = None

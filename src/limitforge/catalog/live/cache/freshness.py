@@ -17,7 +17,13 @@ _log = logging.getLogger(__name__)
 
 
 class DatabaseHealth:
-    """Whether reads of the database succeed."""
+    """What the cache knows of the database.
+
+    Two states, because either kind of read may fail without the other. `LiveCatalog` sets `is_unreachable` (by
+    `CatalogCache.mark_unreachable`) while it can't read the outbox; it also keeps `_is_database_ok` for its status and
+    log event. The reads of the cache itself set `stale_since_us` when one fails; the next success of any of them, or of
+    reading the outbox, clears it. `LiveCatalog.status` reports the database as degraded in both states.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.is_unreachable = False

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from limitforge.catalog.live.catalog_redis import CatalogRedis, MemoryUsage
+from limitforge.catalog.live.shared_redis import MemoryUsage, SharedRedis
 from limitforge.errors import StoreError
 from limitforge.observability.events import log_event
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 class EvictionWatch:
     """Reads how many keys each server has evicted. Without the right to call INFO, it sees nothing."""
 
-    def __init__(self, catalog_redis: CatalogRedis | None, on_redis_memory_limit: Callable[[int], None] | None) -> None:
+    def __init__(self, catalog_redis: SharedRedis | None, on_redis_memory_limit: Callable[[int], None] | None) -> None:
         """`on_redis_memory_limit` is called with the limit of the smallest server in bytes, 0 if none has a limit."""
         self._catalog_redis = catalog_redis
         self._on_redis_memory_limit = on_redis_memory_limit

@@ -11,13 +11,13 @@ from uuid import uuid4
 from limitforge.catalog.database import queries
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.history import RevisionHistory
-from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.overrides.override_sync import (
     MAX_FAILURES,
     OverrideStore,
     OverrideSync,
     log_invalid_tenant,
 )
+from limitforge.catalog.live.shared_redis import SharedRedis
 from limitforge.errors import CatalogError, CatalogUnavailable, StoreError
 
 LOCK_SECONDS = 30.0  # until another process takes over from one that was killed
@@ -35,7 +35,7 @@ class FullOverrideSync:
         store: OverrideStore,
         history: RevisionHistory,
         *,
-        catalog_redis: CatalogRedis | None,
+        catalog_redis: SharedRedis | None,
         prefix: str,
     ) -> None:
         self._database = database
@@ -81,7 +81,7 @@ class FullOverrideSync:
         self._is_requested = False
         try:
             if await self._has_lock(self._lock):
-                await self._override_sync.retry_failed_tenants()
+                await self._override_sync.sync_pending_tenants()
         except BaseException:
             self._is_requested = True
             raise

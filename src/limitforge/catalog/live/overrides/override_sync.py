@@ -80,7 +80,7 @@ class OverrideSync:
         self._failed = None
 
     def forget_failures(self) -> None:
-        """Make the next `retry_failed_tenants` compare all tenants."""
+        """Make the next `sync_pending_tenants` compare all tenants."""
         self._failed = None
 
     async def sync_all(self) -> int:
@@ -91,7 +91,7 @@ class OverrideSync:
         self._failed = None
         return await self._sync_and_note_failures(await self._source.tenants_with_overrides())
 
-    async def retry_failed_tenants(self) -> int:
+    async def sync_pending_tenants(self) -> int:
         """Sync the tenants that failed in the last `sync_all`; all tenants if it did not finish."""
         return await (self.sync_all() if self._failed is None else self._sync_and_note_failures(self._failed))
 

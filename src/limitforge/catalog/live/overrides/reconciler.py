@@ -16,9 +16,9 @@ from uuid import uuid4
 
 import msgspec
 
-from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.overrides.eviction_watch import EvictionWatch
 from limitforge.catalog.live.overrides.override_sync import EXPIRY_TOLERANCE_SECONDS, OverrideStore, OverrideSync
+from limitforge.catalog.live.shared_redis import SharedRedis
 from limitforge.catalog.live.sources import OverrideSource
 from limitforge.catalog.model import Override, to_datetime
 from limitforge.catalog.override_rows import OverrideRow
@@ -64,7 +64,7 @@ class OverrideReconciler:
         override_sync: OverrideSync,
         clock: Clock,
         *,
-        catalog_redis: CatalogRedis | None = None,
+        catalog_redis: SharedRedis | None = None,
         prefix: str = "lf",
         on_overrides_restored: Callable[[int], None] | None = None,
         on_redis_memory_limit: Callable[[int], None] | None = None,

@@ -21,8 +21,8 @@ FastRoute = tuple[dict[int, int], Handle, int]
 """The arguments of `PipelinedRequest` for a path: response counters by status, handler, largest body in bytes."""
 
 
-class Listener:
-    """The state of a listening socket in one process."""
+class ConnectionContext:
+    """What the connections of one listening socket share in one process."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ class MemoryUsage(Protocol):
     def evicted(self) -> int: ...
 
 
-class CatalogRedis(Protocol):
+class SharedRedis(Protocol):
     """Copies, locks and messages in Redis that all processes share. Methods raise `StoreError`."""
 
     async def get(self, key: str) -> bytes | None: ...

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from limitforge.catalog.announcements import NO_TENANT, Announcement
-from limitforge.catalog.database.catalog_revision import Revision
+from limitforge.catalog.database.catalog_revision import EditStamp
 from limitforge.catalog.model import Entity, Key, Override, Tenant, Token, to_public_dict
 from limitforge.errors import CatalogError
 
@@ -14,8 +14,8 @@ from limitforge.errors import CatalogError
 class ChangeRecorder:
     """The changes of one edit. Secrets never appear in it."""
 
-    def __init__(self, revision: Revision, actor: str, now: datetime) -> None:
-        self._revision = revision
+    def __init__(self, edit_stamp: EditStamp, actor: str, now: datetime) -> None:
+        self._edit_stamp = edit_stamp
         self._actor = actor
         self._now = now
         self._announcements: dict[str, Announcement] = {}
@@ -41,11 +41,11 @@ class ChangeRecorder:
 
         If there is none, return one without a tenant, so that each revision has an outbox row.
         """
-        announcements = self._announcements.values() or [Announcement(self._revision.stamp.revision, NO_TENANT)]
-        return [stamp_announcement(each, self._revision) for each in announcements]
+        announcements = self._announcements.values() or [Announcement(self._edit_stamp.stamp.revision, NO_TENANT)]
+        return [stamp_announcement(each, self._edit_stamp) for each in announcements]
 
     def _announce(self, tenant_id: str, before: Entity | None, after: Entity | None) -> None:
-        known = self._announcements.get(tenant_id) or Announcement(self._revision.stamp.revision, tenant_id)
+        known = self._announcements.get(tenant_id) or Announcement(self._edit_stamp.stamp.revision, tenant_id)
         entity = changed_entity(before, after)
         changes: dict[str, Any]
         if isinstance(entity, Key):
@@ -68,15 +68,15 @@ def changed_entity(before: Entity | None, after: Entity | None) -> Entity:
     return entity
 
 
-def stamp_announcement(announcement: Announcement, revision: Revision) -> Announcement:
-    """Return the announcement with the point in history of its edit."""
-    stamp = revision.stamp
+def stamp_announcement(announcement: Announcement, edit_stamp: EditStamp) -> Announcement:
+    """Return the announcement with the point in history of its edit, and note whether it revokes anything."""
+    stamp = edit_stamp.stamp
     return msgspec.structs.replace(
         announcement,
         revision=stamp.revision,
         timeline=stamp.timeline,
         change_id=stamp.change_id,
-        previous_id=revision.previous_id,
+        previous_id=edit_stamp.previous_id,
         revokes=bool(announcement.revoked or announcement.gone),
     )
 
