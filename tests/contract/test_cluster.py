@@ -182,7 +182,7 @@ async def test_a_slot_that_moves_affects_no_other_slot(cluster: RedisCluster) ->
         assert (await limiter.check("r", "s", limits=TENANT, tenant="t0", cost=0)).remaining == 997
 
 
-async def test_the_cross_slot_script_is_loaded_again_where_it_is_missing(cluster: RedisCluster) -> None:
+async def test_the_multi_slot_script_is_loaded_again_where_it_is_missing(cluster: RedisCluster) -> None:
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
         tenants = [f"t{number}" for number in range(30)]
         for left in (999, 998, 997):
@@ -193,7 +193,7 @@ async def test_the_cross_slot_script_is_loaded_again_where_it_is_missing(cluster
 
 
 async def test_a_full_shard_still_denies_and_answers_peeks(cluster: RedisCluster) -> None:
-    """A Redis that can't write refuses a cross-slot call as a whole. The client then repeats it for each slot."""
+    """A Redis that can't write refuses a multi-slot call as a whole. The client then repeats it for each slot."""
     options = StoreOptions(failure="closed", deadline_ms=5_000, denial_cache_ms=0)
     async with Limiter.connect(cluster.url, options=options) as limiter:
         tenants = [f"t{number}" for number in range(30)]

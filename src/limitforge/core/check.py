@@ -34,12 +34,13 @@ class Failure(StrEnum):
 
 
 class ResultKind(Enum):
-    """What a store answers a check with, if it can decide it."""
+    """What a store answers a check with, apart from errors."""
 
     DECISION = "decision"
     """A `Decision`."""
     OUTCOME = "outcome"
-    """An `Outcome` or a `CompactOutcome`, before rounding. A `Decision` if the check has a shadow plan."""
+    """An `Outcome` or a `CompactOutcome`, before rounding. A `Decision` if the check has a shadow plan or takes several
+    steps, or if the failure behaviour decided."""
     PART = "part"
     """An `Outcome` or an error: the check is a part of another one, whose caller decides what a failure means."""
 
@@ -94,7 +95,7 @@ class Check(msgspec.Struct, gc=False):
     built_debits: list[Debit] | None
     names: tuple[str, ...]
     lease: bytes = b""
-    """The token of the slots that this check may take from concurrency limits; empty without such limits."""
+    """The token of the leases that this check may take from concurrency limits; empty without such limits."""
     is_dynamic: bool = False
     """True if a rule depends on the time or on its key, as in `Rule.is_dynamic`."""
     weight_us: int = 0
@@ -111,7 +112,7 @@ class Check(msgspec.Struct, gc=False):
     failure: Failure | None = None
     """The failure behaviour; None for that of the store."""
     result_kind: ResultKind = ResultKind.DECISION
-    is_partly_local: bool = False
+    is_hybrid: bool = False
     """True if this process may decide some of the limits: those that are prepaid or local."""
 
     @property
@@ -180,8 +181,8 @@ class PreparedCheck(msgspec.Struct, frozen=True, eq=False, gc=False):
     tenant_keys: TenantKeys
     override_index_key: str
     """The key of the index of subjects that have overrides."""
-    bucket_prefix: str
-    """What every bucket key starts with, up to the subject; empty if the keys have no such prefix in common."""
+    prefix_before_subject: str
+    """What every bucket key starts with, up to the subject; empty if `bind` must build the debits one by one."""
 
     @property
     def is_current(self) -> bool:
@@ -198,7 +199,7 @@ class PreparedCheck(msgspec.Struct, frozen=True, eq=False, gc=False):
         if type(subject) is not str or len(subject) > MAX_KEY_PART_BYTES or not subject.isascii():
             subject = parse_key_part("subject", subject)
         plan = self.plan
-        if not self.bucket_prefix or costs is not None or self.shadow_plan is not None:
+        if not self.prefix_before_subject or costs is not None or self.shadow_plan is not None:
             return self._bind_any(subject, cost, costs)
         return Check(
             None,
@@ -208,7 +209,7 @@ class PreparedCheck(msgspec.Struct, frozen=True, eq=False, gc=False):
             plan.weight_us,
             self,
             subject,
-            f"{self.bucket_prefix}{len(subject)}:{subject}:",
+            f"{self.prefix_before_subject}{len(subject)}:{subject}:",
             cost,
         )
 
@@ -262,17 +263,17 @@ def prepare_check(
         resource,
         tenant_keys,
         keys.override_index_key(tenant_keys.tenant_prefix),
-        _bucket_prefix(plan, tenant_keys, resource),
+        _prefix_before_subject(plan, tenant_keys, resource),
     )
 
 
 _prepare_check_cached: Callable[..., PreparedCheck] = lru_cache(maxsize=MAX_PREPARED_CHECKS)(prepare_check)
 
 
-def _bucket_prefix(plan: Plan, tenant_keys: TenantKeys, resource: str) -> str:
+def _prefix_before_subject(plan: Plan, tenant_keys: TenantKeys, resource: str) -> str:
     if (
         not plan.uniform_rules
-        or plan.is_partly_local
+        or plan.is_hybrid
         or tenant_keys.scheduled_change is not None
         or len(tenant_keys.lane_prefixes) > 1
     ):
@@ -297,7 +298,7 @@ def _check_of_plan(
     lane_prefix = tenant_keys.subject_prefix(subject)
     debits = _debits_of_plan(keys, plan, resource, subject, cost, tenant_keys, lane_prefix)
     lease = os.urandom(TOKEN_BYTES) if plan.takes_lease else b""
-    check = Check(debits, plan.names, lease, plan.is_dynamic, plan.weight_us, is_partly_local=plan.is_partly_local)
+    check = Check(debits, plan.names, lease, plan.is_dynamic, plan.weight_us, is_hybrid=plan.is_hybrid)
     if costs is not None:
         _apply_costs(check, costs, plan)
     return check
@@ -308,11 +309,11 @@ def _debits_of_plan(
 ) -> list[Debit]:
     debits: list[Debit] = []
     overrides_key = keys.overrides_key(lane_prefix, subject)
-    prefix, scope, layer, bucket_prefix = "", None, "", keys.bucket_prefix
+    prefix, scope, layer = "", None, ""
     for rule in plan.rules:
         if rule.scope is not scope or rule.layer is not layer:
             scope, layer = rule.scope, rule.layer
-            prefix = bucket_prefix(scope, layer, tenant_keys, lane_prefix, resource, subject)
+            prefix = keys.bucket_prefix(scope, layer, tenant_keys, lane_prefix, resource, subject)
         key = prefix + rule.key_suffix
         debits.append(
             (
@@ -404,7 +405,7 @@ def build_check_from_entries(keys: Keys, entries: Iterable[Entry], *, tenant: st
         os.urandom(TOKEN_BYTES) if any(rule.holds_lease for rule in rules) else b"",
         any(rule.is_dynamic for rule in rules),
         weight_us(rules),
-        is_partly_local=any(rule.prepaid or rule.local for rule in rules),
+        is_hybrid=any(rule.prepaid or rule.local for rule in rules),
     )
 
 

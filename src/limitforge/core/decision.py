@@ -37,7 +37,10 @@ class LimitState(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """The result of a check. If it is `allowed`, the cost was taken from every limit; otherwise nothing was taken.
+    """The result of a check.
+
+    If the store `allowed` the check, its cost was taken from every limit, except from monitored limits without room. If
+    the check was denied, nothing was taken, except by limits with `count_denied`.
 
     `limit`, `remaining`, `reset_after_ms` and `reset_at` (epoch seconds) belong to the limit that `binding` names: the
     one with the longest wait if the check is denied, the one with the least remaining if it is allowed. They are None

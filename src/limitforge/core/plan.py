@@ -176,7 +176,7 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     """
     takes_lease: bool
     is_dynamic: bool
-    is_partly_local: bool
+    is_hybrid: bool
     """True if this process may decide some of the rules: those that are prepaid or local."""
     weight_us: int
     """The estimated time that a check of these rules takes in Redis. It bounds the size of a batch."""
@@ -206,7 +206,7 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
             indexes_by_name=indexes_by_name,
             takes_lease=any(rule.holds_lease for rule in rules),
             is_dynamic=any(rule.is_dynamic for rule in rules),
-            is_partly_local=any(rule.prepaid or rule.local for rule in rules),
+            is_hybrid=any(rule.prepaid or rule.local for rule in rules),
             weight_us=weight_us(rules),
             uniform_rules=_uniform_rules(rules),
         )

@@ -1,6 +1,6 @@
 """Settle reservations: replace the estimated cost by the actual cost.
 
-`lua/reservations.lua` is the twin of `settle`, and `lua/finish_holds.lua` that of `finish_tentative`.
+`lua/reservations.lua` is the twin of `settle`, and `lua/finish_holds.lua` that of `finish_holds`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,10 +87,10 @@ def settle(
     return Settlement(SettlementOutcome.SETTLED, cost), writes
 
 
-def finish_tentative(
+def finish_holds(
     keys: Sequence[str], token: bytes, now_us: int, states: Mapping[str, Any], *, confirm: bool
 ) -> list[tuple[str, State]]:
-    """End a tentative hold on these buckets: keep what it took, or give it back. Return the states to store."""
+    """Finish a hold on these buckets: confirm or refund what it took. Return the states to store."""
     writes = []
     for key in keys:
         state = states.get(key)

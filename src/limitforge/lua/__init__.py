@@ -3,7 +3,8 @@
 Redis runs the whole chunk with each call, so each definition in it costs time. Therefore all modules are in one
 function, which builds a module when `use` first asks for it: a check of a token bucket builds no other algorithm.
 
-On a Cluster, a second form of the script takes one call over several slots of one server. It receives its keys among
+On a Cluster, a second form of the script takes a multi-slot call: independent checks
+whose keys lie in several slots of one server. It receives its keys among
 the arguments, after the strings, together with the number of keys in each slot.
 """
 
@@ -24,7 +25,7 @@ end
 """
 
 _ONE_SLOT = b"local SLOTS -- none\n"
-_CROSS_SLOT = b"""#!lua flags=allow-cross-slot-keys
+_MULTI_SLOT = b"""#!lua flags=allow-cross-slot-keys
 local SLOTS, KEYS = cmsgpack.unpack(ARGV[#ARGV]), {}
 local count = 0
 for i = 1, #SLOTS do count = count + SLOTS[i] end
@@ -55,12 +56,12 @@ def sha() -> str:
 
 
 @lru_cache(maxsize=1)
-def cross_slot_script() -> bytes:
+def multi_slot_script() -> bytes:
     """Return the script for keys of several slots."""
-    return _CROSS_SLOT + _body()
+    return _MULTI_SLOT + _body()
 
 
 @lru_cache(maxsize=1)
-def cross_slot_sha() -> str:
-    """Return the SHA-1 of the cross-slot script, for EVALSHA."""
-    return hashlib.sha1(cross_slot_script(), usedforsecurity=False).hexdigest()
+def multi_slot_sha() -> str:
+    """Return the SHA-1 of the multi-slot script, for EVALSHA."""
+    return hashlib.sha1(multi_slot_script(), usedforsecurity=False).hexdigest()

@@ -18,8 +18,9 @@
 --                       reservation in one slot: it is refunded after 5 s unless it is confirmed.
 --     for each debit:
 --         rule, key, cost
---         override key  (0: none)
---         resource      With 0, the override key is the index of overrides, which is expected not to exist.
+--         override key  0: none. With a resource, the key of the subject's overrides. With resource 0, the index of
+--                       overrides, which is expected not to exist.
+--         resource      its index in ARGV, or 0
 -- request[5], request[6]   the arguments of new_buckets.lua
 --
 -- Replies with the time, then for each check one of these:
@@ -34,6 +35,8 @@
 --     8, counter, 0     the lane of that counter has used up its budget of new buckets
 -- After 2, 6 and 8 the call ends. The caller repeats it from this check on, with other calendar windows, the override
 -- keys, or the overflow buckets.
+--
+-- `codec.py` writes this request and reads this reply. `not_written.lua` repeats the sizes and the statuses.
 --
 -- Each changed bucket is written once, with a TTL of its `until_us` plus a minute.
 
@@ -126,7 +129,7 @@ local function evaluate(call, rules, checks, out)
     local first = at + (record ~= 0 and HEAD_OF_RESERVATION or HEAD)
     local last = first + (checks[at] - 1) * DEBIT
     local allowed, n, latest, new_count = true, 0, call.now, 0
-    local fault, where, effective_time, redirected
+    local fault, where, effective_time, overflowed
     for place = first, last, DEBIT do
       local rule, key = rules[checks[place]], checks[place + 1]
       local cost, override_key = checks[place + 2], checks[place + 3]
@@ -151,11 +154,11 @@ local function evaluate(call, rules, checks, out)
           new_count = new_count + 1
           if lane and lane.remaining < new_count then
             local shared = budget.overflow_of[key]
-            redirected = redirected or { keys = {} }
-            if shared and not redirected.keys[shared] then -- two debits of a check can't share a bucket
+            overflowed = overflowed or { keys = {} }
+            if shared and not overflowed.keys[shared] then -- two debits of a check can't share a bucket
               new_count, parameters = new_count - 1, budget.shared_parameters(parameters, rule)
               key, checks[place + 1], call.current_key = shared, shared, shared
-              redirected[place], redirected.keys[shared] = true, true
+              overflowed[place], overflowed.keys[shared] = true, true
             elseif not lane.has_overflow_keys then
               fault, where, effective_time = NEEDS_OVERFLOW_KEYS, lane.key, 0
               break
@@ -245,7 +248,7 @@ local function evaluate(call, rules, checks, out)
           end
           local remaining = share - opened.used
           local has_open_hold = (code == CONCURRENCY and opened.entries ~= '') or opened.pending ~= ''
-          local is_overflowed = redirected and redirected[place]
+          local is_overflowed = overflowed and overflowed[place]
           local reset_us = opened.until_us - opened.last_us
           out[o + 1], out[o + 2], out[o + 3] = parameters[1], remaining > 0 and remaining or 0, reset_us
           out[o + 4], out[o + 5] = wait, (has_open_hold and OPEN_HOLD or 0) + (is_overflowed and OVERFLOWED or 0)

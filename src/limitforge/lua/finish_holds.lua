@@ -1,10 +1,10 @@
--- Finish what a check holds in this slot while the limits of other slots are asked: confirm it if all had room, else
--- refund.
+-- Finish what a check holds in this hash slot while the limits of other hash slots are asked: confirm it if all had
+-- room, else refund.
 --
 -- KEYS         the buckets
 -- ARGV[2..]    tokens
 -- request[3]   the holds to finish, one after the other, each:
---     action       0 refunds, including the slots of a concurrency limit.
+--     action       0 refunds, and releases leases.
 --                  1 confirms: the cost stays taken.
 --                  2 undoes a confirmation.
 --     token        its index in ARGV
@@ -15,8 +15,10 @@
 --                  limit whose list of reservations was full). With action 2, as many amounts, sources and starts
 --                  follow.
 --
--- Replies for each hold: 0 if it had lapsed, and nothing was changed; else 1, then for each bucket its source and its
--- start. For a window these are its end and its start. Otherwise the start is 0. A source of -1 means: nothing to undo.
+-- Replies for each hold: 0 if a confirmation found that it had lapsed, and changed nothing, or if a state was corrupt;
+-- else 1, then for each bucket its source and its start. For a window these are its end and its start. Otherwise the
+-- start is 0. A source of -1 means: nothing to undo. A refund or an undo replies 1 even if the hold is missing. A
+-- corrupt state ends either of them, but what it changed in earlier buckets stays.
 --
 -- If a hold is missing before `lapses_us`, its bucket expired or was evicted, because only the owner finishes a hold
 -- before it lapses. Such a hold counts as confirmed.
@@ -51,7 +53,7 @@ local function refund(call, token, key)
   local opened, parameters, algorithm = open(call, key)
   if not opened then return nil end
   local source, amount = 0, 0
-  if algorithm.release then -- slots, which the token holds
+  if algorithm.release then -- the leases of the token
     if not algorithm.release(opened, token) then return nil end
   else
     source, amount = pending.remove(opened, token)

@@ -161,7 +161,7 @@ def facts_of(check: Check) -> tuple[object, ...]:
         )
         for rule, *rest in check.debits
     ]
-    return debits, check.names, len(check.lease), check.is_dynamic, check.weight_us, check.is_partly_local
+    return debits, check.names, len(check.lease), check.is_dynamic, check.weight_us, check.is_hybrid
 
 
 @given(parts(), st.integers(0, 5), st.sampled_from(["P0", "P2"]), st.sampled_from(["acme", "spread"]))

@@ -1,7 +1,8 @@
 """The interface of an algorithm: the exact parameters of one limit, with functions over an integer state.
 
 An evaluation calls `open` for a copy of the stored state as it is now, asks it with `wait` whether the cost fits, takes
-the cost if it does, and calls `seal` to finish the copy. The stored state never changes, so a denial leaves no trace.
+the cost if it does, and calls `seal` to finish the copy. The stored state itself never changes: the store writes
+the copy back if the check took something, or if a limit with `count_denied` counted a denial.
 """
 
 from typing import Any, ClassVar

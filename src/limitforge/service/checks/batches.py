@@ -52,8 +52,8 @@ class BatchHandler:
         is_connected: IsConnected = always_connected,
     ) -> None:
         """Answer a batch. `on_response` and `is_connected` are those of `CheckHandler.run_for_caller`."""
-        handle = partial(self._enqueue, credentials, is_connected)
-        self._check_handler.run_for_caller(handle, credentials, body, on_response, is_connected)
+        answer = partial(self._enqueue, credentials, is_connected)
+        self._check_handler.run_for_caller(answer, credentials, body, on_response, is_connected)
 
     def _enqueue(
         self, credentials: Credentials, is_connected: IsConnected, caller: Caller, body: bytes, on_response: OnResponse

@@ -77,7 +77,7 @@ class CheckHandler:
         self.authenticator = authenticator
         self.invalid_bodies = InvalidBodyBudget()
         self.handle = partial(self.run_for_caller, self._handle_check)
-        """Answer a check: `submit(credentials, body, on_response, is_connected)`. See `run_for_caller`."""
+        """Answer a check: `handle(credentials, body, on_response, is_connected)`. See `run_for_caller`."""
         self._limiter = limiter
         self._submit_prepared = limiter.submit_prepared
         self._find_cached = authenticator.find_cached
@@ -89,23 +89,23 @@ class CheckHandler:
 
     def run_for_caller(
         self,
-        handle: CallerHandler,
+        answer: CallerHandler,
         credentials: Credentials,
         body: bytes,
         on_response: OnResponse,
         is_connected: IsConnected = always_connected,
     ) -> None:
-        """Call `work` with the caller of these credentials: at once if it is cached, else after a look-up.
+        """Call `answer` with the caller of these credentials: at once if it is cached, else after a look-up.
 
         `on_response` is called exactly once, perhaps before this returns. If the client has disconnected by the end of
-        the look-up, no work is done.
+        the look-up, `answer` is not called.
         """
         caller = self._find_cached(credentials.fingerprint)
         if caller is None:
-            self._start_task(self._run_after_lookup(handle, credentials, body, on_response, is_connected))
+            self._start_task(self._run_after_lookup(answer, credentials, body, on_response, is_connected))
             return
         try:
-            handle(caller, body, on_response)
+            answer(caller, body, on_response)
             return
         except Exception as error:  # noqa: BLE001 - each request must be answered
             failure = error

@@ -16,6 +16,7 @@ from limitforge.service.checks.responses import Response, problem_response
 from limitforge.service.checks.tenant_api import TenantApi
 from limitforge.service.counters.process_counters import ProcessCounters
 from limitforge.service.http.health import Health
+from limitforge.service.http.pipelined_request import RequestHandler
 from limitforge.service.problems import HttpError
 
 Scope = MutableMapping[str, Any]
@@ -133,8 +134,8 @@ class AsgiRouter:
         return await self._tenant_api.usage(caller, _parse_query(scope))
 
 
-async def _wait_for_response(handle: Callable[..., None], credentials: Credentials, body: bytes) -> Response:
-    """Return the response that `submit` passes to its callback."""
+async def _wait_for_response(handle: RequestHandler, credentials: Credentials, body: bytes) -> Response:
+    """Return the response that `handle` passes to its callback."""
     future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
     handle(credentials, body, lambda response: None if future.done() else future.set_result(response))
     return await future

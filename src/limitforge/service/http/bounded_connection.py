@@ -52,6 +52,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         # The state of the requests. The subclass keeps it up to date. This class reads it, and resets some of it.
         self.owner = b""
+        """The key fingerprint of the last parsed check if this process had the key in memory, else empty."""
         self._requests: deque[PipelinedRequest] = deque()
         """The unanswered checks, oldest first."""
         self._receiving: PipelinedRequest | None = None

@@ -11,13 +11,13 @@ from limitforge.service.checks.authentication import Authenticator
 from limitforge.service.checks.responses import Response
 from limitforge.service.counters.process_counters import ProcessCounters
 from limitforge.service.http.connections import ConnectionRegistry
-from limitforge.service.http.pipelined_request import Handle
+from limitforge.service.http.pipelined_request import RequestHandler
 from limitforge.service.http.trusted_proxies import TrustedProxies
 
 _PLAIN_PATH = re.compile(rb"/[-A-Za-z0-9._~/]*")
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
-FastRoute = tuple[dict[int, int], Handle, int]
+FastRoute = tuple[dict[int, int], RequestHandler, int]
 """The arguments of `PipelinedRequest` for a path: response counters by status, handler, largest body in bytes."""
 
 

@@ -1,12 +1,23 @@
 """A check or batch on a connection, from its head until its response is written."""
 
-from collections.abc import Callable
+from typing import Protocol
 
+from limitforge.service.checks.handler import IsConnected, OnResponse, always_connected
 from limitforge.service.checks.request_credentials import Credentials
 from limitforge.service.checks.responses import Response
 
-Handle = Callable[..., None]
-"""`CheckHandler.handle` or `BatchHandler.handle`."""
+
+class RequestHandler(Protocol):
+    """`CheckHandler.handle` or `BatchHandler.handle`."""
+
+    def __call__(
+        self,
+        credentials: Credentials,
+        body: bytes,
+        on_response: OnResponse,
+        is_connected: IsConnected = always_connected,
+        /,
+    ) -> None: ...
 
 
 class PipelinedRequest:
@@ -26,7 +37,7 @@ class PipelinedRequest:
     )
 
     def __init__(
-        self, status_counts: dict[int, int], handle: Handle, max_body_bytes: int, credentials: Credentials
+        self, status_counts: dict[int, int], handle: RequestHandler, max_body_bytes: int, credentials: Credentials
     ) -> None:
         self.status_counts = status_counts
         """Where its response is counted, by status."""

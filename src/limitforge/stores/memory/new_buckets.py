@@ -31,11 +31,11 @@ class InProcessBucketBudget:
 
     def use_overflow_buckets(self, check: Check, states: Collection[str], now_us: int) -> list[int]:
         """Point the debits that may not create a bucket at their overflow buckets; return their positions."""
-        redirected: list[int] = []
+        overflowed: list[int] = []
         keys: set[str] = set()
         begins = 0
         if len(states) < self._enforced_from:
-            return redirected
+            return overflowed
         for index, (rule, key, *rest) in enumerate(check.debits):
             if key in states or rule.forced or rule.scope in UNBUDGETED_SCOPES:
                 continue
@@ -45,9 +45,9 @@ class InProcessBucketBudget:
             if lane_is_full and shared not in keys:  # two debits of a check can't share one bucket
                 begins -= 1
                 check.debits[index] = (rule.for_overflow_bucket(), shared, *rest)  # type: ignore[assignment]
-                redirected.append(index)
+                overflowed.append(index)
                 keys.add(shared)
-        return redirected
+        return overflowed
 
     def count_new(self, keys: Sequence[str], now_us: int) -> None:
         """Count buckets that were just created."""
@@ -62,13 +62,13 @@ class InProcessBucketBudget:
                 self._counters = {}
             self._counters[lane] = counter
 
-    def mark_overflowed(self, rows: list[LimitRow], redirected: Iterable[int]) -> None:
+    def mark_overflowed(self, rows: list[LimitRow], overflowed: Iterable[int]) -> None:
         """Mark the rows that an overflow bucket decided. An unlimited row needs no bucket."""
-        overflowed = [index for index in redirected if rows[index][0] != UNLIMITED]
-        for index in overflowed:
+        marked = [index for index in overflowed if rows[index][0] != UNLIMITED]
+        for index in marked:
             *values, flags = rows[index]
             rows[index] = (*values, flags | OVERFLOWED)  # type: ignore[assignment]
-        self.overflowed += bool(overflowed)
+        self.overflowed += bool(marked)
 
     def _remaining(self, lane: str, now_us: int) -> int:
         counter = self._open_counter(lane, now_us)

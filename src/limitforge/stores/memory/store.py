@@ -27,7 +27,7 @@ from limitforge.core.evaluate import (
 )
 from limitforge.core.keys import Keys, decode_key
 from limitforge.core.plan import Rule
-from limitforge.core.reservations import RESULT_TTL_US, ReservationRecord, Settlement, finish_tentative, settle
+from limitforge.core.reservations import RESULT_TTL_US, ReservationRecord, Settlement, finish_holds, settle
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreError, StoreUnavailable, UnknownReservation
 from limitforge.stores.memory.buckets import BucketTable
 from limitforge.stores.memory.new_buckets import InProcessBucketBudget
@@ -134,14 +134,14 @@ class MemoryStore:
         return results
 
     def evaluate_part(self, check: Check) -> Outcome:
-        """Evaluate a part of a check. The caller must end what the part holds with `end_holds`."""
+        """Evaluate a part of a check. The caller must finish what the part holds with `finish_holds`."""
         with self._lock:
             return self._evaluate(check, self.now_us())
 
-    def end_holds(self, keys: Sequence[str], token: bytes, *, confirm: bool) -> None:
+    def finish_holds(self, keys: Sequence[str], token: bytes, *, confirm: bool) -> None:
         """Confirm what a part holds in these buckets, or refund it."""
         with self._lock:
-            writes = finish_tentative(keys, token, self.now_us(), self._states, confirm=confirm)
+            writes = finish_holds(keys, token, self.now_us(), self._states, confirm=confirm)
             self._states.update(writes)
 
     def run(self, command: Command[ResultT]) -> ResultT:
@@ -172,11 +172,11 @@ class MemoryStore:
             check.resolve_calendars(now_us)
         if check.hold is not None and check.hold.key:
             self._ensure_room_for_record(now_us)
-        undivided = self._divide_local_limits(check) if check.is_partly_local else []
+        undivided = self._divide_local_limits(check) if check.is_hybrid else []
         algorithm_for = self._overrides.algorithm_resolver(now_us) if self._overrides.by_key else None
-        redirected = [] if self._budget is None else self._budget.use_overflow_buckets(check, self._states, now_us)
-        if redirected and algorithm_for is not None:
-            shared = {(rule, overrides) for rule, *_, overrides in (check.debits[index] for index in redirected)}
+        overflowed = [] if self._budget is None else self._budget.use_overflow_buckets(check, self._states, now_us)
+        if overflowed and algorithm_for is not None:
+            shared = {(rule, overrides) for rule, *_, overrides in (check.debits[index] for index in overflowed)}
             algorithm_for = self._overrides.algorithm_resolver(now_us, shared)
         evaluation = evaluate(check, now_us, self._states, algorithm_for)
         if isinstance(evaluation, CalendarMiss):
@@ -186,8 +186,8 @@ class MemoryStore:
             self._add_record(check, evaluation.reserved, evaluation.lapses_us, now_us)
         for index, limit in undivided:
             evaluation.rows[index] = (limit, *evaluation.rows[index][1:])
-        if redirected and self._budget is not None:
-            self._budget.mark_overflowed(evaluation.rows, redirected)
+        if overflowed and self._budget is not None:
+            self._budget.mark_overflowed(evaluation.rows, overflowed)
         return evaluation
 
     def _write(self, writes: Sequence[tuple[str, State]], now_us: int) -> None:

@@ -58,8 +58,8 @@ class Address:
         return self._with_handshake(_login_commands(self.redis_py_options))
 
     def for_cluster(self) -> "Address":
-        """Return the same server with a handshake that loads the script for calls across slots, too."""
-        commands = [*_handshake_commands(self.redis_py_options), ("SCRIPT", "LOAD", lua.cross_slot_script())]
+        """Return the same server with a handshake that loads the script for multi-slot calls, too."""
+        commands = [*_handshake_commands(self.redis_py_options), ("SCRIPT", "LOAD", lua.multi_slot_script())]
         return replace(self._with_handshake(commands), is_cluster=True)
 
     def for_master(self) -> "Address":

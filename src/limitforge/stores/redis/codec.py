@@ -120,7 +120,7 @@ def _split_shadows(
 
 
 def finish_flow(finishes: Sequence[FinishHold], time_us: int) -> Flow[list[Any]]:
-    """Finish holds in one call. Return the windows of the debits of each hold, or None if it had lapsed."""
+    """Finish holds in one call. Return the reply to each, as in `FinishHold`."""
     keys: dict[str, int] = {}
     strings: dict[str | bytes, int] = {}
     encoded: list[int] = []
@@ -410,7 +410,7 @@ def batches_by_slot(checks: Sequence[Check], slot_of: SlotOf) -> Iterable[Sequen
             yield same_slot[part.start : part.stop]
 
 
-def as_cross_slot(call: ScriptCall, slot_of: SlotOf) -> ScriptCall:
+def as_multi_slot(call: ScriptCall, slot_of: SlotOf) -> ScriptCall:
     """Return the call with its number of keys per slot. Keys of the same slot must be adjacent."""
     lengths = [len(list(run)) for _, run in groupby(call.keys, slot_of)]
     return call._replace(keys_per_slot=tuple(lengths)) if len(lengths) > 1 else call

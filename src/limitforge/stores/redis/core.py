@@ -28,7 +28,7 @@ from limitforge.stores.protocol import (
     Settle,
     StoreStatus,
 )
-from limitforge.stores.redis.codec import OnDenial, as_cross_slot, check_flow, finish_flow, heartbeat_flow, top_up_flow
+from limitforge.stores.redis.codec import OnDenial, as_multi_slot, check_flow, finish_flow, heartbeat_flow, top_up_flow
 from limitforge.stores.redis.command_codec import command_flow
 from limitforge.stores.redis.denial_cache import DenialCache, Invalidation
 from limitforge.stores.redis.hot_keys import HotKeys
@@ -128,9 +128,9 @@ class RedisCore:
         now_us = self._clock.now_us()
         return command_flow(command, self.keys, self.topology.slot_of, now_us, self._script_time(now_us))
 
-    def as_cross_slot(self, call: ScriptCall) -> ScriptCall:
+    def as_multi_slot(self, call: ScriptCall) -> ScriptCall:
         """Return the same call for keys of several slots of one server."""
-        return as_cross_slot(call, self.topology.slot_of)
+        return as_multi_slot(call, self.topology.slot_of)
 
     def _script_time(self, now_us: int) -> int:
         return now_us if self._has_test_clock else SERVER_TIME
@@ -319,8 +319,8 @@ def invalidation_of(command: Command[Any]) -> Invalidation | None:
     return None
 
 
-class CallerBatch:
-    """A batch of one caller: the checks that this process decides at once, and those to send to the store."""
+class CheckBatch:
+    """A batch of checks: those that this process decides at once, and those to send to the store."""
 
     def __init__(self, checks: Iterable[Check], decide: Callable[[Check], Decision | Outcome | None]) -> None:
         self.to_send: list[Check] = []

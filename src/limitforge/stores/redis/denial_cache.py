@@ -65,7 +65,7 @@ class CachedDenial(msgspec.Struct, frozen=True, gc=False):
 
 
 class CacheEntry(msgspec.Struct, frozen=True, gc=False):
-    """The denials of different checks with the same routing key."""
+    """The denials of different checks with the same `Check.denial_cache_key`."""
 
     invalidated_by: tuple[str, ...]
     denials: tuple[CachedDenial, ...]
@@ -79,8 +79,8 @@ class DenialCache:
         self._max_entries = max_keys
         self._now_us: Callable[[], int] = clock.now_us
         self._lock = threading.Lock()
-        self._entries: dict[str, CacheEntry] = {}  # by routing key, the oldest first
-        self._keys_by_name: dict[str, set[str]] = {}  # routing keys by the names that invalidate them
+        self._entries: dict[str, CacheEntry] = {}  # by denial cache key, the oldest first
+        self._keys_by_name: dict[str, set[str]] = {}  # denial cache keys by the names that invalidate them
         self._invalidated_us: dict[str, int] = {}  # last invalidation of each name, the oldest first
         self._all_invalidated_us = LONG_AGO_US
         self.hits = 0
@@ -200,7 +200,7 @@ class DenialCache:
         self._replace(key, ())
 
     def _replace(self, key: str, denials: tuple[CachedDenial, ...]) -> None:
-        """Replace the denials of a routing key, and update the index by name."""
+        """Replace the denials of a denial cache key, and update the index by name."""
         entry = self._entries.pop(key, None)
         for name in () if entry is None else entry.invalidated_by:
             keys = self._keys_by_name[name]

@@ -53,12 +53,12 @@ def encode_command(*command: str | int | bytes) -> bytes:
 
 
 def encode_call(call: ScriptCall) -> bytes:
-    return _encode(("EVALSHA", lua.cross_slot_sha() if call.keys_per_slot else lua.sha()), call)
+    return _encode(("EVALSHA", lua.multi_slot_sha() if call.keys_per_slot else lua.sha()), call)
 
 
 def encode_call_with_script(call: ScriptCall) -> bytes:
     """Encode a call for a server that does not have the script."""
-    return _encode(("EVAL", lua.cross_slot_script() if call.keys_per_slot else lua.script()), call)
+    return _encode(("EVAL", lua.multi_slot_script() if call.keys_per_slot else lua.script()), call)
 
 
 def _encode(command: tuple[str, str | bytes], call: ScriptCall) -> bytes:
@@ -121,7 +121,7 @@ def translate_error(error: hiredis.ReplyError) -> StoreError:
 
 
 def should_split_by_slot(error: StoreError) -> bool:
-    """Return True if a call across slots was refused, and a call for each slot may succeed for some of them."""
+    """Return True if a multi-slot call was refused, and a call for each slot may succeed for some of them."""
     words = ("OOM", "READONLY", "MISCONF", "NOREPLICAS")
     return isinstance(error, SlotsNotTogether) or any(f"({word})" in str(error) for word in words)
 

@@ -50,7 +50,9 @@ class Resilience:
         self._breaker = CircuitBreaker(options.breaker_failures, int(1e6 * options.breaker_seconds), probe_us)
         self._lock = threading.Lock()
         self._outage: Outage | None = None
-        self._logged_us = self._charged_us = self._now_us() - LOG_EVERY_US
+        self._charge_due_us = self._now_us()
+        """Before this time, charges are kept, unless the breaker closes."""
+        self._logged_us = self._charge_due_us - LOG_EVERY_US
         self._divided_rule = lru_cache(maxsize=4_096)(lambda rule: rule.divided_by(options.processes))
         self.local = local
         self.is_healthy = True
@@ -104,8 +106,8 @@ class Resilience:
     def record_success(self, results: Sequence[object] = ()) -> list[Check]:
         """Record a reply; return the charges of an outage that has ended, which the caller sends once.
 
-        Nothing is returned if the server could not write some of `results`. Charges for single lost calls are returned
-        at most once in LOG_EVERY_US.
+        Nothing is returned if the server could not write some of `results`. If the breaker had not opened, charges are
+        returned at most once in LOG_EVERY_US.
         """
         if self.is_healthy:
             return []
@@ -116,9 +118,9 @@ class Resilience:
             if closed:
                 self.since = _epoch_seconds()
             outage = self._outage
-            if is_full or (outage is not None and not closed and now_us - self._charged_us < LOG_EVERY_US):
+            if is_full or (outage is not None and not closed and now_us < self._charge_due_us):
                 return []
-            self._outage, self._charged_us = None, now_us
+            self._outage, self._charge_due_us = None, now_us + LOG_EVERY_US
             self.is_healthy = True
         if outage is None:
             return []
@@ -142,7 +144,7 @@ class Resilience:
                 self._outage = self._outage or Outage(now_us)
                 for debit in charge.debits:
                     self._outage.add_charge(debit)
-                self._charged_us = now_us - LOG_EVERY_US + CHARGE_RETRY_US
+                self._charge_due_us = now_us + CHARGE_RETRY_US
                 self.is_healthy = False
 
     def decide_without_store(self, check: Check, error: StoreUnavailable) -> Decision | LimitforgeError:
@@ -210,6 +212,7 @@ class Resilience:
         debits: list[Debit] = [
             (self._divided_rule(rule), key, cost, resource, None) for rule, key, cost, resource, _ in check.debits
         ]
+        # `is_hybrid` stays false: the store must not divide `local` limits again, by the processes that are alive.
         decision = self.local.check(Check(debits, check.names, check.lease, check.is_dynamic, hold=check.hold))
         limits = {
             name: self._as_whole_limit(decision.limits[name], debit)

@@ -87,12 +87,12 @@ class EventLoopClient:
 
     # -- checks
 
-    def start_check(self, check: Check, on_reply: OnReply) -> None:
+    def decide_or_submit(self, check: Check, on_reply: OnReply) -> None:
         """Decide a check in this process if possible, else submit it."""
         result = self.decide_in_process(check)
         if result is not None:
             deliver(self.loop, PendingCheck(check, on_reply, 0), result)
-        elif self.only_pipeline is not None and not check.is_partly_local:
+        elif self.only_pipeline is not None and not check.is_hybrid:
             self.only_pipeline.enqueue(PendingCheck(check, on_reply, self.loop.time() + self.deadline_seconds))
         else:
             self.submit(check, on_reply)
@@ -103,7 +103,7 @@ class EventLoopClient:
         To cancel the check, set `on_reply` of the returned object to None.
         """
         deadline = self.loop.time() + self.deadline_seconds
-        if check.is_partly_local:
+        if check.is_hybrid:
             self._prepaid_sync.ensure_running()
             flow = self._core.hybrid_check(check, self._hybrid, self.send_refunds)
             return MultiStepCheck.start(self.loop, self.route, flow, on_reply, deadline)
@@ -145,7 +145,7 @@ class EventLoopClient:
             if self._listener is None or not self._listener.is_running:
                 self._start_listening()
             result = cache.get(check)
-        return self._hybrid.decide_from_share(check) if result is None and check.is_partly_local else result
+        return self._hybrid.decide_from_share(check) if result is None and check.is_hybrid else result
 
     def _pipeline_of(self, server: Server) -> Pipeline:
         pipeline = self._pipelines.get(server)

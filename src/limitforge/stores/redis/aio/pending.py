@@ -13,13 +13,14 @@ from limitforge.stores.redis.multi_step.cross_slot import Step
 from limitforge.stores.redis.script_call import Flow
 
 OnReply = Callable[[Any], None]
-"""Receives a decision or an error. For a step of a check, it receives the reply of the store."""
+"""Receives a `CheckResult`. For a step of a multi-step check, it receives an `Outcome`, the reply to a `FinishHold`, or
+an error."""
 
 
 class PendingCheck(msgspec.Struct, eq=False, gc=False):
     """A check, or one step of a multi-step check, that needs a reply before `deadline`.
 
-    To cancel it, set `on_reply` to None. Checks of one `group` come from one batch of a caller: those that share a
+    To cancel it, set `on_reply` to None. Checks of one `group` come from one `check_many`: those that share a
     `slot` are decided in order.
     """
 
@@ -58,7 +59,7 @@ class InFlightCall(msgspec.Struct, eq=False):
     is_late: bool = False
     calls_sent: int = 0
     needs_asking: bool = False
-    is_cross_slot: bool = False
+    is_multi_slot: bool = False
     """True if its keys lie in several slots."""
 
 

@@ -227,7 +227,7 @@ class Pipeline:
         steps: list[Any] = [pending.check for pending in batch]
         flow = self._core.finish_flow(steps) if type(steps[0]) is FinishHold else self._core.checks_flow(steps)
         call = InFlightCall(batch, flow, self._resilience.now_us(), write, needs_asking=batch[0].needs_asking)
-        call.is_cross_slot = self._is_sharded and batch[0].slot != batch[-1].slot
+        call.is_multi_slot = self._is_sharded and batch[0].slot != batch[-1].slot
         self._in_flight.append(call)
         return call
 
@@ -261,8 +261,8 @@ class Pipeline:
             self.connection.abort(StoreUnavailable("Redis sent an invalid reply", maybe_counted=True))
         else:
             in_flight.calls_sent += 1
-            if in_flight.is_cross_slot:
-                call = self._core.as_cross_slot(call)
+            if in_flight.is_multi_slot:
+                call = self._core.as_multi_slot(call)
             if calls is not None:
                 calls.append((call, in_flight))
             elif self.connection.current is None:
@@ -276,7 +276,7 @@ class Pipeline:
         is_first = in_flight.calls_sent == 1
         if not isinstance(reply, StoreError):
             self._advance(in_flight, partial(in_flight.flow.send, reply))
-        elif in_flight.is_cross_slot and is_first and should_split_by_slot(reply):
+        elif in_flight.is_multi_slot and is_first and should_split_by_slot(reply):
             self._remove_call(in_flight)
             self._last_reply_us = self._resilience.now_us()
             self._requeue_by_slot(in_flight.batch)

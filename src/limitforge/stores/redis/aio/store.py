@@ -15,7 +15,7 @@ from limitforge.errors import LimitforgeError
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Command, ResultT, StoreStatus
 from limitforge.stores.redis.aio.event_loop import EventLoopClient
-from limitforge.stores.redis.core import CallerBatch, RedisCore, is_for_local_handle
+from limitforge.stores.redis.core import CheckBatch, RedisCore, is_for_local_handle
 
 
 class RedisStore:
@@ -54,11 +54,11 @@ class RedisStore:
         client = self._latest_client
         if client is None or client.thread_id != threading.get_ident() or not client.loop.is_running():
             client = self._current_client()
-        client.start_check(check, on_result)
+        client.decide_or_submit(check, on_result)
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         client = self._current_client()
-        batch = CallerBatch(checks, client.decide_in_process)
+        batch = CheckBatch(checks, client.decide_in_process)
         if batch.to_send:
             all_replied = client.loop.create_future()
             pending_replies = len(batch.to_send)

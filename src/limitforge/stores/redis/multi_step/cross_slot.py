@@ -2,9 +2,11 @@
 
 This is a two-phase commit. First each slot takes its part of the check and holds it. If every slot grants its part, all
 holds are confirmed, and the check is allowed. Otherwise the holds are refunded. A hold that is neither confirmed nor
-refunded, because a message was lost or a process died, lapses after 5 s and is refunded. So no check passes that
-exceeds a limit. A denied check is not charged, with one exception: if a slot confirmed and its reply was lost, the
-cost of that check stays.
+refunded, because a message was lost or a process died, lapses after 5 s and is refunded. So the store allows no check
+that exceeds a limit. A check that is denied or fails is refunded, with one exception: if a slot confirmed and its reply
+was lost, its cost stays there. The failure behaviour decides a check that fails.
+
+Even on one server, this takes no multi-slot call, which only carries independent checks.
 """
 
 import os
@@ -40,7 +42,8 @@ class HoldAction(IntEnum):
 class FinishHold(msgspec.Struct, gc=False):
     """A message that ends the hold of a check in one slot.
 
-    The reply is the window of each amount, or None if the hold does not exist any more.
+    The reply is the window of each amount. It is None if a confirmation found that the hold had lapsed, or if a state
+    was corrupt.
     """
 
     action: HoldAction
@@ -78,8 +81,8 @@ class SlotCheck(msgspec.Struct, gc=False):
     may_have_counted: bool = False
     """True if the reply was lost, and the part may have been taken."""
 
-    def taken_positions(self) -> list[int]:
-        """Return the positions of debits that took something, or may have."""
+    def taken_debits(self) -> list[int]:
+        """Return the indexes in `check.debits` of what took something, or may have."""
         outcome = self.outcome
         if outcome is None and self.may_have_counted:
             return [position for position, debit in enumerate(self.check.debits) if debit[2]]
@@ -91,9 +94,9 @@ class SlotCheck(msgspec.Struct, gc=False):
             if cost and row[0] != UNLIMITED and not row[3]
         ]
 
-    def held_positions(self) -> list[int]:
-        """Return the positions of debits that need a confirmation. The slots of a concurrency limit need none."""
-        return [position for position in self.taken_positions() if not self.check.debits[position][0].holds_lease]
+    def held_debits(self) -> list[int]:
+        """Return the indexes in `check.debits` of what needs a confirmation. Leases need none."""
+        return [position for position in self.taken_debits() if not self.check.debits[position][0].holds_lease]
 
 
 def routing_key(step: Step) -> str:
@@ -185,11 +188,11 @@ def _reservation_key(hold: Hold, bucket: str, slot_of: SlotOf) -> str:
 
 
 def _confirm(check: Check, parts: list[SlotCheck]) -> Generator[list[Step], StepReplies, CrossSlotResult]:
-    holding = [part for part in parts if part.held_positions()]
+    holding = [part for part in parts if part.held_debits()]
     if not holding:
         return _merge(check, parts), []
     hold = check.hold
-    confirmations = [_finish(part, HoldAction.CONFIRM, part.held_positions()) for part in holding]
+    confirmations = [_finish(part, HoldAction.CONFIRM, part.held_debits()) for part in holding]
     if hold is not None:
         confirmations = [
             msgspec.structs.replace(confirmation, ttl_us=hold.ttl_us, refunds_on_lapse=hold.refund)
@@ -212,8 +215,8 @@ def _confirm(check: Check, parts: list[SlotCheck]) -> Generator[list[Step], Step
 
 def _refund(parts: list[SlotCheck]) -> Generator[list[Step], StepReplies, None]:
     """Refund the parts that were allowed, and peek at their limits afterwards to report their current state."""
-    holding = [part for part in parts if part.outcome is not None and part.taken_positions()]
-    refunds: list[Step] = [_finish(part, HoldAction.REFUND, part.taken_positions()) for part in holding]
+    holding = [part for part in parts if part.outcome is not None and part.taken_debits()]
+    refunds: list[Step] = [_finish(part, HoldAction.REFUND, part.taken_debits()) for part in holding]
     peeks: list[Step] = [_peek(part) for part in holding]
     if not holding:
         return
@@ -251,7 +254,7 @@ def _finish(part: SlotCheck, action: HoldAction, positions: list[int]) -> Finish
 
 def _undo_confirm(part: SlotCheck, confirmation: FinishHold, sources: list[tuple[int, int]]) -> FinishHold:
     """Return the message that undoes a confirmation, because another slot could not confirm."""
-    amounts = [part.check.debits[position][2] for position in part.held_positions()]
+    amounts = [part.check.debits[position][2] for position in part.held_debits()]
     kept = [index for index, (source, _) in enumerate(sources) if source >= 0]
     return msgspec.structs.replace(
         confirmation,
@@ -265,7 +268,7 @@ def _undo_confirm(part: SlotCheck, confirmation: FinishHold, sources: list[tuple
 
 def _refunds_of(parts: list[SlotCheck]) -> list[FinishHold]:
     """Return the refunds of all that was taken, or may have been taken."""
-    return [_finish(part, HoldAction.REFUND, part.taken_positions()) for part in parts if part.taken_positions()]
+    return [_finish(part, HoldAction.REFUND, part.taken_debits()) for part in parts if part.taken_debits()]
 
 
 def _merge(check: Check, parts: list[SlotCheck]) -> Outcome:

@@ -81,7 +81,7 @@ class HybridDecider:
         if not allowed:
             self._refund(hybrid)
         elif hybrid.held_buckets:
-            self._local.end_holds(list(hybrid.held_buckets.values()), hybrid.token, confirm=True)
+            self._local.finish_holds(list(hybrid.held_buckets.values()), hybrid.token, confirm=True)
         if isinstance(outcome, LimitforgeError):
             if not hybrid.is_denied:
                 return outcome
@@ -98,12 +98,12 @@ class HybridDecider:
             self.shares.refund(debit, balance_id)
         spent = [debit for debit, _ in hybrid.spent_shares]
         if hybrid.held_buckets:
-            self._local.end_holds(list(hybrid.held_buckets.values()), hybrid.token, confirm=False)
+            self._local.finish_holds(list(hybrid.held_buckets.values()), hybrid.token, confirm=False)
         for index, (debit, row) in enumerate(zip(hybrid.check.debits, hybrid.rows, strict=True)):
             rule, key, cost, resource, _ = debit
             if row is not None and index in hybrid.held_buckets:
                 peek = Check(
-                    [(rule, key, 0, resource, None)], ("",), is_dynamic=hybrid.check.is_dynamic, is_partly_local=True
+                    [(rule, key, 0, resource, None)], ("",), is_dynamic=hybrid.check.is_dynamic, is_hybrid=True
                 )
                 hybrid.rows[index] = (*self._local.evaluate_part(peek).rows[0][:3], row[3], row[4])
             elif row is not None and debit in spent:
@@ -117,7 +117,7 @@ class HybridDecider:
         hold = None if is_whole else Hold("", hybrid.token, LOCAL_HOLD_TTL_US, refund=True)
         names = tuple(check.names[index] for index in indexes)
         outcome = self._local.evaluate_part(
-            Check(debits, names, is_dynamic=check.is_dynamic, hold=hold, is_partly_local=True)
+            Check(debits, names, is_dynamic=check.is_dynamic, hold=hold, is_hybrid=True)
         )
         hybrid.is_denied, hybrid.delay_us = not outcome.allowed, outcome.delay_us
         for index, row in zip(indexes, outcome.rows, strict=True):

@@ -18,7 +18,7 @@ from limitforge.observability.events import log_event
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Command, ResultT, StoreStatus
 from limitforge.stores.redis.codec import batches_by_slot
-from limitforge.stores.redis.core import COMMAND_TIMEOUT_SECONDS, CallerBatch, RedisCore, is_for_local_handle
+from limitforge.stores.redis.core import COMMAND_TIMEOUT_SECONDS, CheckBatch, RedisCore, is_for_local_handle
 from limitforge.stores.redis.denial_cache import Invalidation
 from limitforge.stores.redis.hot_keys import SAMPLE_EVERY
 from limitforge.stores.redis.invalidation import SyncInvalidationListener
@@ -73,12 +73,12 @@ class SyncRedisStore:
 
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         self._pools.is_closed = False
-        batch = CallerBatch(checks, self._decide_in_process)
+        batch = CheckBatch(checks, self._decide_in_process)
         deadline = time.monotonic() + self._options.deadline_ms / 1_000
         single_step: list[int] = []
         multi_step: dict[int, MultiStepFlow[Decision | LimitforgeError]] = {}
         for index, check in enumerate(batch.to_send):
-            if check.is_partly_local:
+            if check.is_hybrid:
                 if self._prepaid_thread is None:
                     self._start_prepaid_sync()
                 multi_step[index] = self._core.hybrid_check(check, self._hybrid, self._send_refunds)
@@ -200,7 +200,7 @@ class SyncRedisStore:
             if self._listener is None:
                 self._start_listening()
             result = cache.get(check)
-        return self._hybrid.decide_from_share(check) if result is None and check.is_partly_local else result
+        return self._hybrid.decide_from_share(check) if result is None and check.is_hybrid else result
 
     def _start_listening(self) -> None:
         if not self._topology.servers:
