@@ -91,7 +91,8 @@ class Limiter:
     ) -> Decision:
         """Take `cost` from all limits, or from none if it exceeds any of them. A cost of 0 takes nothing (a peek).
 
-        Limits with `count_denied` count denied checks as well. A monitored limit never denies, and takes what fits.
+        Limits with `count_denied` count denied checks as well. A monitored limit without room takes nothing, and does
+        not deny.
 
         `resource`, `subject` and `tenant` name the buckets, each at most 512 bytes. `limits` are limits or their text,
         such as "100/minute; 10/second". `costs` gives limits costs of their own by name. `priority` is P0 to P3 and
