@@ -45,9 +45,10 @@ def test_the_listed_test_files_exist() -> None:
     assert [place for place in sorted(SLOW_PLACES | RANDOM_SEARCHES) if not (ROOT / "tests" / place).exists()] == []
 
 
-def test_the_small_suite_names_existing_files() -> None:
-    named = re.findall(r"tests/[\w/]+\.py", (ROOT / "scripts" / "test-versions").read_text())
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_the_small_suite_names_existing_files_and_tests() -> None:
+    named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", (ROOT / "scripts" / "test-versions").read_text())
+    assert [name for name, _ in named if not (ROOT / name).exists()] == []
+    assert [test for name, test in named if test and f"def {test}(" not in (ROOT / name).read_text()] == []
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
